@@ -1,4 +1,4 @@
-"""The wrapper around a model, and what a training loop calls.
+"""The wrapper around a model, and the calls of a training loop.
 
 - `model_parallel2d`: `ModelParallel2D` checks a plan on all ranks, shards by it, and syncs;
 - `pipelines`: a plan's train pipeline and optimizer, and the pipeline that also prefetches rows;

@@ -1,4 +1,4 @@
-"""Helpers of a training loop: `accumulate`, `failing_together`, `HotSetRefresh`."""
+"""Helpers for a training loop: `accumulate`, `failing_together`, `HotSetRefresh`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -27,9 +27,9 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     """Yield batches whose gradients make one update together.
 
     TorchRec's fused optimizers update tables in each backward. Here row gradients wait until the
-    last batch, and a row gets one update by the sum of them all, as it does in a step on one large
-    batch: with AdaGrad or Adam that is something else than an update for each batch. Dense
-    gradients are added up over the ranks after the last batch alone.
+    last batch, and a row gets one update with the sum of them all, as in a step on one large
+    batch. With AdaGrad or Adam that differs from an update per batch. Dense
+    gradients are reduced over the ranks only after the last batch.
 
     Example::
 
@@ -43,20 +43,20 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
 
     Args:
         model: sharded by this package's sharders, in `ModelParallel2D` or TorchRec's wrapper.
-        batches: of one step, as many on each rank.
+        batches: one step's batches, equally many on each rank.
 
     Raises:
         ConfigError: there are no batches, other ranks have more or fewer, the tables are updated in
-            the backward, or another call isn't over.
+            the backward, or another call hasn't finished.
 
     Collectives:
-        An all-reduce of 8 bytes and an agreement of all ranks, waited for; where no backward came
-        for the last batch, an all-reduce of each dense gradient.
+        An all-reduce of 8 bytes and an agreement of all ranks, waited for; if no backward followed
+        the last batch, an all-reduce of each dense gradient.
     """
     batches = list(batches)
     tables = sharded_tables(model)
     if tables:
-        # A rank that has left the loop isn't in the agreement.
+        # A rank that has left the loop doesn't take part in the agreement.
         with naming_faults(tables[0].groups.board, "the start of accumulate()"):
             tables[0].groups.alarm.check().wait()
     with agreeing(world_group()) as facts:
@@ -78,7 +78,7 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                     stage.before_accumulating()
                 part.sync_point.hold()
             tables_held.callback(part.sync_point.release)
-        # In its first backward DDP learns the graph; adding up each time gives the same.
+        # DDP learns the graph in its first backward; reducing each batch then gives the same sums.
         ddps = [
             ddp
             for ddp in (model.modules() if waiting else ())
@@ -94,7 +94,7 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                     yield batch
             if waiting:
                 activity.batch, activity.is_last_batch = " of the step's last batch", True
-            # The lookup of the last batch would sync, too.
+            # Tables stay held, because the last batch's lookup would sync, too.
             with noting_backwards(ddps, reduced):
                 yield last
         except GeneratorExit:
@@ -110,7 +110,7 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
 def _end_without_backward(
     tables: Sequence[Tables2D], ddps: Sequence[DistributedDataParallel]
 ) -> None:
-    """Add dense gradients up that the last batch's backward would, if no rank runs that."""
+    """Reduce the dense gradients that the last batch's backward would, if no rank runs it."""
     for part in tables:
         part.in_step.end_step()
     with naming_faults(tables[0].groups.board, "the end of accumulate()"):
@@ -120,11 +120,11 @@ def _end_without_backward(
 
 
 class failing_together(AbstractContextManager["failing_together"]):
-    """A context for a training loop, in which an error of one rank names that rank on all.
+    """A context for a training loop in which one rank's error names that rank on all ranks.
 
-    - An exception of this rank, wherever in the loop, is posted for the others, then raised.
-    - A collective that fails, also one in the backward, in the optimizer or in one of TorchRec's
-      pipelines, becomes a `RankError`: it names the ranks that failed, or that don't answer, the
+    - An exception of this rank, anywhere in the loop, is posted to the others, then raised.
+    - A failing collective, also in the backward, in the optimizer or in one of TorchRec's
+      pipelines, becomes a `RankError`: it names the ranks that failed or don't respond, the
       step, and what they did there.
     - A rank that leaves the loop while others train on is named by all of them.
 
@@ -139,15 +139,15 @@ class failing_together(AbstractContextManager["failing_together"]):
                 optimizer.step()
 
     Collectives:
-        At the end of the loop an all-reduce of 8 bytes, waited for; a rank that is done waits
-        there for the others.
+        An all-reduce of 8 bytes at the end of the loop, waited for; a rank that is done waits
+        for the others there.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare the context.
 
         Args:
-            model: a `ModelParallel2D`, or TorchRec's own wrapper around modules of this package.
+            model: a `ModelParallel2D`, or TorchRec's own wrapper around this package's modules.
         """
         groups = groups_of(model)
         if groups is None:
@@ -169,7 +169,7 @@ class failing_together(AbstractContextManager["failing_together"]):
     def batches(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield this rank's batches for as long as all ranks have one.
 
-        A rank that has none left, or whose loader fails, is named on all ranks before they begin
+        A rank with no batch left, or whose loader fails, is named on all ranks before these begin
         the next step. Batches are taken one step ahead. Pipelines of `ModelParallel2D.pipeline`
         do the same by themselves.
 
@@ -177,7 +177,7 @@ class failing_together(AbstractContextManager["failing_together"]):
             batches: a loader, or an iterator.
 
         Collectives:
-            An all-reduce of 8 bytes for each batch, which overlaps with a step.
+            An all-reduce of 8 bytes per batch, which overlaps with a step.
         """
         return BatchesInStep(batches, self._alarm)
 
@@ -205,9 +205,9 @@ class failing_together(AbstractContextManager["failing_together"]):
 
 
 class HotSetRefresh:
-    """Makes the most used rows hot, once in ``every`` steps.
+    """Makes the most used rows hot, once every ``every`` steps.
 
-    Each hot table keeps the room that its plan gives it. The user updates the counter, with every
+    Each hot table keeps the number of hot rows in its plan. You update the counter, with every
     batch or some of them; give it a ``half_life``, or old batches count as much as new ones.
 
     Example:
@@ -228,7 +228,7 @@ class HotSetRefresh:
         Args:
             model: a model with hot sets in its plan.
             counter: the counter of this rank's batches.
-            every: after how many steps to choose anew.
+            every: the number of steps from one choice to the next.
         """
         if every < 1:
             raise ConfigError(f"every={every} must be at least one step")
@@ -248,8 +248,8 @@ class HotSetRefresh:
         """Count a finished step, on all ranks; return whether the hot rows have changed.
 
         Collectives:
-            Once in ``every`` steps those of `RowCounter.gather`, and if other rows are used most
-            now, those of `ModelParallel2D.refresh_hot_sets`.
+            Once every ``every`` steps `RowCounter.gather`'s, and if other rows are the most used
+            now, `ModelParallel2D.refresh_hot_sets`'.
         """
         self._num_steps += 1
         if self._num_steps % self._every:
@@ -271,5 +271,5 @@ class HotSetRefresh:
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting steps from a stored state."""
+        """Resume the step count from a stored state."""
         self._num_steps = state["num_steps"]

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
     """Run a call that all ranks must make; raise on all of them if some train on instead.
 
-    Without ``groups`` nothing is checked.
+    Nothing is checked without ``groups``.
 
     Collectives:
         An all-reduce of 8 bytes, waited for.
@@ -71,7 +71,7 @@ class ModelParallel2D(DMPCollection):
 
     It is a `DMPCollection`, so TorchRec's train pipelines call its `sync`. An unmodified
     `DistributedModelParallel` with the same plan and sharders trains the same; this wrapper adds
-    explicit syncs, reports, and errors that are raised on every rank alike.
+    explicit syncs, reports, and errors that are raised on every rank.
 
     Example::
 
@@ -104,7 +104,7 @@ class ModelParallel2D(DMPCollection):
             module: the model; embedding modules may be on the meta device.
             device: this rank's device, CPU by default.
             plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
-                `Plan2D.from_stock`. Without one it is searched as in `parallelize`.
+                `Plan2D.from_stock`. Without one, it is searched as in `parallelize`.
             sharders: this package's sharders, by default `get_default_sharders()`.
             env: as in `DistributedModelParallel`, with all ranks.
             init_data_parallel: as in `DistributedModelParallel`.
@@ -113,11 +113,11 @@ class ModelParallel2D(DMPCollection):
 
         Collectives:
             An agreement of all ranks on the arguments, then process groups and broadcasts; without
-            a plan, one broadcast of it before.
+            a plan, first a broadcast of the plan that rank 0 found.
         """
         if env is not None:
             check_whole(env.process_group)
-        # Ranks that have agreed count alike.
+        # Ranks that have agreed have equal counts.
         NoticeBoard.start_anew(world_group())
         with agreeing(world_group()) as facts:
             _check_arguments(device, plan, unsupported)
@@ -127,7 +127,7 @@ class ModelParallel2D(DMPCollection):
             facts["whether there is a plan"] = str(plan is not None)
         explanation: Explanation | None = None
         if plan is None:
-            # Loaded only here: a model with a plan needs none of the planner's modules.
+            # Loaded only here: a model with a plan doesn't need the planner's modules.
             from torchrec_2dsp.parallel.planning import find_plan
 
             plan, explanation = find_plan(module, sharders, device)
@@ -152,13 +152,13 @@ class ModelParallel2D(DMPCollection):
             data_parallel_wrapper,
         )
         self._groups = groups
-        # In a large model, looking for them takes as long as their step.
+        # In a large model, finding them takes as long as their step.
         self._tables = sharded_tables(self)
         self.unfrozen: list[list[str]] = []
-        """The tables of each `unfreeze` so far."""
+        """The tables of each `unfreeze` call so far."""
         self._num_steps = 0
         self.explanation = explanation
-        """The reasons for a plan that was searched by this call, on rank 0."""
+        """The reasons for a plan that this call searched, on rank 0."""
 
     def _stand_in(self, plan: Plan2D, groups: MeshGroups) -> None:
         """Set what `DMPCollection`'s methods read; its constructor needs GPUs and edits plans."""
@@ -189,11 +189,11 @@ class ModelParallel2D(DMPCollection):
 
     @property
     def mesh(self) -> Mesh2D:
-        """The mesh, which says which ranks repeat the plan."""
+        """The mesh, which determines the ranks that repeat the plan."""
         return self._groups.mesh
 
     def init_data_parallel(self) -> None:
-        """Wrap what isn't sharded, as TorchRec does, and watch that DDP adds up all gradients."""
+        """Wrap the unsharded part, as TorchRec does, and check that DDP reduces all gradients."""
         super().init_data_parallel()
         refuse_unreduced(self)
         let_compile(self)
@@ -240,11 +240,11 @@ class ModelParallel2D(DMPCollection):
             tdsp.save_checkpoint(folder, model, optimizer)
 
         Args:
-            dense_optimizer: of the dense part's parameters, or some of them. One that has the
-                tables' optimizer in it already is returned as it is.
+            dense_optimizer: an optimizer of all or some dense parameters. One that contains the
+                tables' optimizer already is returned as it is.
 
         Raises:
-            ConfigError: it has other parameters.
+            ConfigError: the optimizer has other parameters.
 
         Collectives:
             An agreement of all ranks.
@@ -274,7 +274,7 @@ class ModelParallel2D(DMPCollection):
         return CombinedOptimizer([fused, KeyedOptimizerWrapper(named, lambda _: dense_optimizer)])
 
     def pipeline(self, dense_optimizer: torch.optim.Optimizer, **options: Any) -> AnyPipeline:
-        """Build the train pipeline that the plan wants, which trains tables and dense part.
+        """Build the plan's train pipeline, which trains tables and dense part.
 
         Example::
 
@@ -283,14 +283,14 @@ class ModelParallel2D(DMPCollection):
                 output = pipeline.progress(batches)
 
         Args:
-            dense_optimizer: built of `dense_parameters`, or of all by `combined_optimizer`.
+            dense_optimizer: built from `dense_parameters`, or by `combined_optimizer` for all.
             options: of the pipeline's class: `TrainPipelineBase`, `TrainPipelineSparseDist` or
                 `TrainPipelineRowPrefetch`.
 
         Its ``progress`` raises a `RankError` on all ranks if only some of them have a batch.
 
         Collectives:
-            An agreement of all ranks; of its ``progress``, 8 bytes all-reduced for each batch.
+            An agreement of all ranks; its ``progress`` all-reduces 8 bytes for each batch.
         """
         optimizer = self.combined_optimizer(dense_optimizer)
         kind = cast(Plan2D, self.plan).pipeline
@@ -306,14 +306,14 @@ class ModelParallel2D(DMPCollection):
     ) -> SyncReport:
         """Run the sync that the plan's policy wants after a backward, if any.
 
-        The row gradients of a `GradientSync` aren't waited for here: they travel until the next
+        A `GradientSync`'s row gradients aren't waited for here: they are in flight until the next
         lookup needs the rows.
 
         Args:
             include_optimizer_state: must be true; weights and state are synced together.
 
         Collectives:
-            Those of `LookupsInStep.end_step` and of the plan's sync config, for each module.
+            `LookupsInStep.end_step`'s and the plan's sync config's, for each module.
         """
         if not include_optimizer_state:
             raise UnsupportedError(
@@ -328,10 +328,10 @@ class ModelParallel2D(DMPCollection):
     def sync_now(self) -> SyncReport:
         """Make the replicas equal and the tables complete, whatever the policy says.
 
-        Call it on all ranks before tables are read directly, past the state dicts.
+        Call it on all ranks before you read tables directly instead of through state dicts.
 
         Collectives:
-            Those of the plan's sync config and of `Tables2D.complete_state`, for each
+            The plan's sync config's and `Tables2D.complete_state`'s, for each
             sharded module; none if there is nothing to do.
         """
         with calling_together(self._groups, "sync_now()"):
@@ -347,9 +347,9 @@ class ModelParallel2D(DMPCollection):
         return max((point.policy_step for point in points), default=0)
 
     def set_sync_step(self, step: int) -> None:
-        """Continue a `WeightSync` policy as after ``step`` steps, on all ranks.
+        """Continue a `WeightSync` policy as after ``step`` steps; call it on all ranks.
 
-        A `TrainState` does this when it is loaded. Call it between two steps.
+        Loading a `TrainState` does this. Call it between two steps.
 
         Example:
             A run resumed at step 10 under ``every(3)`` syncs at step 12, not at 13::
@@ -386,16 +386,16 @@ class ModelParallel2D(DMPCollection):
     ) -> None:
         """Make other rows hot, between two steps; nothing is lost, and losses stay the same.
 
-        Call it on all ranks. A batch that a pipeline has distributed already is still trained by
-        the old hot rows; the replicas move when the first batch after it is looked up.
+        Call it on all ranks. A batch that a pipeline has already distributed still trains with
+        the old hot rows; the replicas move at the lookup of the first batch after it.
 
         Args:
-            hot_sets: for each table, row ids in any order, or a `HotSet`; behind an id map, the ids
-                that it maps. A table needs a hot set in the plan, which is the room it has; tables
+            that it maps. A table needs a hot set in the plan, whose size limits it; tables
+                left out keep their hot rows.
                 left out keep their hot rows.
 
         Collectives:
-            An agreement of all ranks. When the replicas move, those of `complete_state`, and for
+            An agreement of all ranks. When the replicas move, `complete_state`'s, and for
             each hot table an all-reduce of its rows on the "shard" axis.
         """
         with calling_together(self._groups, "refresh_hot_sets()"), agreeing(world_group()) as facts:
@@ -416,10 +416,10 @@ class ModelParallel2D(DMPCollection):
             tables.hot_sets.renew(renewed)
 
     def unfreeze(self, *tables: str) -> None:
-        """Train tables from now on that were frozen when the model was sharded.
+        """Train, from now on, tables that were frozen when the model was sharded.
 
-        They train as tables that join now, with an optimizer state of zeros. Call it on all ranks
-        between two steps, and make optimizers, schedulers, pipelines and `TrainState` anew.
+        They start with an optimizer state of zeros, as tables that join now. Call it on all ranks
+        between two steps, and rebuild optimizers, schedulers, pipelines and `TrainState`.
 
         Example::
 
@@ -427,7 +427,7 @@ class ModelParallel2D(DMPCollection):
             pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
 
         Collectives:
-            An agreement of all ranks, those of `sync`, then those of a sharder, for each module
+            An agreement of all ranks, `sync`'s, then a sharder's for each module
             with such tables.
         """
         with calling_together(self._groups, "unfreeze()"):
@@ -444,10 +444,10 @@ class ModelParallel2D(DMPCollection):
             self.unfrozen.append(sorted(tables))
 
     def broadcast_replicas(self) -> None:
-        """Give every group the tables of the first one, after weights were written by hand.
+        """Copy the first group's tables to every group, after weights were written by hand.
 
         Collectives:
-            Those of `Tables2D.broadcast_replicas`, for each sharded module.
+            `Tables2D.broadcast_replicas`', for each sharded module.
         """
         with naming_faults(self._groups.board, "broadcast_replicas()"):
             for tables in self.sharded_tables():

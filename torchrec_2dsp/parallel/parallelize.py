@@ -67,9 +67,9 @@ def parallelize(
 ) -> ModelParallel2D:
     """Shard a model by the plan that is predicted to be fastest on these ranks.
 
-    Rank 0 prints what was chosen, what a step should take, the next best, and what would help most
-    that isn't allowed; `ModelParallel2D.explain` has the reasons. Weights of tables that aren't on
-    the meta device are kept; with this package's own ``sharders`` their ``keep_weights`` decides.
+    Rank 0 prints the choice, a step's predicted time, the next best plan, and the disallowed option
+    that would help most; `ModelParallel2D.explain` has the reasons. Tables that aren't on the
+    meta device keep their weights; with your own ``sharders`` their ``keep_weights`` decides.
 
     Example::
 
@@ -88,33 +88,33 @@ def parallelize(
         module: the model; embedding modules may be on the meta device.
         batch_size: samples per rank and step.
         device: this rank's device, CPU by default.
-        optimizer: of the tables; not needed with ``sharders``, or where
+        optimizer: the tables' optimizer; not needed with ``sharders``, or where
             ``apply_optimizer_in_backward`` gave each table one.
         precision: "exact", the default, trains as the unsharded model; "any" lets the search round
-            rows and gradients that travel, a list of transports only by these.
-        exchange: the exchanges allowed, by default all.
-        calibration: of these machines, a file or its name. By default they are measured, in 20 s at
-            most, and the result is kept in the user's cache folder for the next start.
-        mesh: the ranks that repeat the plan; by default what is best.
-        sync: keeps replicas equal, by default exactly: `GradientSync`.
-        sample: the sparse features of a batch on this rank, or of several, which tell the search
-            how many ids bags have and how unevenly rows are used. Without them, bags have one id,
-            and rows are used as in public click logs.
-        constraints: per table, as in TorchRec's planner; they outdo the sample.
-        access: row frequencies, which outdo the sample too. Without them no rows are hot.
-        storage_reservation: the memory that isn't for tables, as in TorchRec.
+            rows and gradients on the wire; a list allows only its transports.
+        exchange: the allowed exchanges, by default all.
+        calibration: these machines' calibration, its file or name. By default they are measured,
+            in 20 s at most, and the result is kept in the user's cache folder for the next start.
+        mesh: the ranks that repeat the plan; by default the best mesh.
+        sync: how replicas stay equal, by default exactly: `GradientSync`.
+        sample: the sparse features of one or several batches on this rank, from which the search
+            learns how many ids bags have and how unevenly rows are used. Without it, bags have one
+            id, and rows are used as in public click logs.
+        constraints: per table, as in TorchRec's planner; they override the sample.
+        access: row frequencies, which also override the sample. Without them no rows are hot.
+        storage_reservation: the memory that isn't available for tables, as in TorchRec.
         plan: run this plan, or the plan in this file, instead of searching one.
         sharders: shard by these instead of one for each kind of module. TorchRec's own are
             replaced by this package's, with their parameters.
         data_parallel_wrapper: as in `ModelParallel2D`. By default DDP, on CPUs of several hosts
-            with smaller buckets than TorchRec's, the first of which are summed in the backward.
+            with smaller buckets than TorchRec's, the first of which are reduced in the backward.
 
     Raises:
         TwoDError: the same on all ranks.
 
     Collectives:
-        An agreement of all ranks, those of `find_plan` unless there is a plan, and those of
-        `ModelParallel2D`.
+        An agreement of all ranks, `find_plan`'s unless there is a plan, and
+        `ModelParallel2D`'s.
     """
     demands = {
         "precision": precision,
@@ -145,7 +145,7 @@ def parallelize(
     explanation = None
     in_small = data_parallel_wrapper is None and _makes_small_buckets(device)
     if plan is None:
-        # Loaded only here: with a plan, none of the planner's modules is needed.
+        # Loaded only here: with a plan, the planner's modules aren't needed.
         from torchrec_2dsp.parallel.planning import find_plan
 
         given["has_small_buckets"] = in_small
@@ -173,11 +173,11 @@ def _makes_small_buckets(device: torch.device) -> bool:
 
 
 def _in_small_buckets(module: nn.Module) -> DataParallelWrapper:
-    """Return TorchRec's wrapper, whose first buckets set out before the backward ends."""
+    """Return TorchRec's wrapper, whose first buckets leave before the backward ends."""
     of_tables = {id(weight) for weight in table_weights(module)}
     trained = [param for param in module.parameters() if param.requires_grad]
     num_bytes = sum(param.nbytes for param in trained if id(param) not in of_tables)
-    # DDP takes parts of a MiB, too.
+    # DDP also accepts fractions of a MiB.
     bucket_mb = cast(int, small_bucket_bytes(num_bytes) / 2**20)
     return DefaultDataParallelWrapper(bucket_cap_mb=bucket_mb)
 
@@ -187,7 +187,7 @@ def _sharders(
     optimizer: Optimizer | None,
     sharders: Sequence[ModuleSharder[Any]] | None,
 ) -> list[ModuleSharder[Any]]:
-    """Return the user's sharders, or a sharder for each kind of module."""
+    """Return the user's sharders, or one sharder for each kind of module."""
     if sharders is not None:
         if optimizer is not None:
             raise ConfigError("optimizer and sharders are both given: give the optimizer to them")
@@ -205,7 +205,7 @@ def _sharders(
 
 
 def _as_ours(sharder: Any) -> Any:
-    """Return this package's sharder in place of TorchRec's, with its parameters."""
+    """Replace TorchRec's sharder by this package's, with its parameters."""
     if type(sharder) is EmbeddingBagCollectionSharder:
         return EmbeddingBagCollectionSharder2D(
             sharder.fused_params, sharder.qcomm_codecs_registry, keep_weights=True

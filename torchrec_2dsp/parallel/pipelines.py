@@ -1,4 +1,4 @@
-"""Train pipelines: one for each kind that a plan may want."""
+"""Train pipelines: one for each kind that a plan may ask for."""
 
 import logging
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ Out = TypeVar("Out")
 
 
 class _Source(Iterator[In], Generic[In]):
-    """Batches that a pipeline takes when all ranks have one.
+    """A pipeline's batches, taken only when all ranks have one.
 
-    Otherwise ids of other ranks would meet whatever a rank without a batch does next: gloo ends a
+    Otherwise other ranks' ids would meet the next call of a rank without a batch: gloo ends a
     process that gets more than it expects, and in a loop over epochs the rank would go on with its
-    next one. A model without this package's modules takes what there is.
+    next epoch. A model without this package's modules takes the batches as they come.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -45,10 +45,10 @@ class _Source(Iterator[In], Generic[In]):
         self._batches: Iterator[In] | None = None
         self._iterator: Iterator[In] | None = None
         self.has_ended = False
-        """True if the last iterator has no more batches."""
+        """True if the last iterator is exhausted."""
 
     def of(self, dataloader_iter: Iterator[In]) -> "_Source[In]":
-        """Take the next batches from an iterator, after one that was taken ahead from another."""
+        """Switch to an iterator; a batch taken ahead from the previous one comes first."""
         if self._batches is None or dataloader_iter is not self._iterator:
             taken_ahead = self._batches.stop() if isinstance(self._batches, BatchesInStep) else []
             self._iterator, self._batches = dataloader_iter, dataloader_iter
@@ -59,7 +59,7 @@ class _Source(Iterator[In], Generic[In]):
         return self
 
     def __next__(self) -> In:
-        """Return the next batch, if any rank has one."""
+        """Return the next batch; stop if no rank has one."""
         assert self._batches is not None
         if self.has_ended:
             raise StopIteration
@@ -80,7 +80,7 @@ class _Source(Iterator[In], Generic[In]):
 
 @contextmanager
 def _naming_models() -> Iterator[None]:
-    """Say why TorchRec's pipelines, which distribute a batch's ids ahead, can't run a model."""
+    """Explain why TorchRec's pipelines, which distribute a batch's ids ahead, can't run a model."""
     remedy = "train it by a loop of your own, without model.pipeline()"
     try:
         yield
@@ -100,7 +100,7 @@ def _naming_models() -> Iterator[None]:
 
 
 class TrainPipelineInStep(OpenTrainPipeline[In, Out]):
-    """A `TrainPipelineSparseDist` of which all ranks take a batch, or all raise an error."""
+    """A `TrainPipelineSparseDist` where either all ranks take a batch or all raise an error."""
 
     @cached_property
     def source(self) -> _Source[In]:
@@ -123,16 +123,16 @@ class TrainPipelineInStep(OpenTrainPipeline[In, Out]):
 
 
 class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
-    """A pipeline to use in place of `TrainPipelineSparseDist` where tables have row exchange.
+    """A pipeline to use in place of `TrainPipelineSparseDist` for tables with row exchange.
 
-    Ids travel two batches ahead instead of one. While a step computes, those rows of the next batch
-    are sent that it doesn't change, and gradients of those rows of the previous batch that it
-    doesn't need; losses and weights are bit for bit the same without this. Tables of other kinds,
-    and rows of which replicas have copies, train as in `TrainPipelineSparseDist`.
+    Ids travel two batches ahead instead of one. While a step computes, the next batch's rows that
+    it doesn't change are sent, and the gradients of the previous batch's rows that it
+    doesn't need; losses and weights stay the same bit for bit. Other kinds of tables,
+    and rows that replicas have copies of, train as in `TrainPipelineSparseDist`.
 
-    Between two steps, state may be read and loaded and hot sets refreshed as usual. Call the
-    model's `sync_now` before you read tables directly instead of by state dicts, and `detach` the
-    model before you write tables directly.
+    Between two steps, you may read and load state and refresh hot sets as usual. Call the
+    model's `sync_now` before you read tables directly instead of through state dicts, and `detach`
+    the model before you write tables directly.
 
     Example::
 
@@ -160,7 +160,7 @@ class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
         """Train one batch.
 
         Args:
-            dataloader_iter: the iterator that gives the batches.
+            dataloader_iter: the iterator over the batches.
 
         Returns:
             The model's output.
@@ -169,8 +169,8 @@ class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
             StopIteration: when all batches are trained.
 
         Collectives:
-            Those of the model's step, of the input exchange of the second batch after it, and of
-            `RowPrefetch.announce` for the next one.
+            The model step's, the input exchange's for the second batch after it, and
+            `RowPrefetch.announce`'s for the next one.
         """
         with self.source.naming(), _naming_models():
             return self._progress(dataloader_iter)
@@ -221,13 +221,13 @@ class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
         return True
 
     def _send_late_rows(self) -> None:
-        """Send late rows before all else, so that they travel while later batches are prepared."""
+        """Send late rows before anything else, so that later batches are prepared meanwhile."""
         with record_function(f"## send late rows {self.contexts[0].index} ##"):
             for batch in self._batches(self.contexts[0]):
                 batch.tables.prefetch.send_late(batch.notes)
 
     def _announce_next(self) -> None:
-        """Tell ranks which rows of the next batch may come early."""
+        """Tell the ranks which rows of the next batch may be sent early."""
         if len(self.contexts) < 2:
             return
         running, announced = self.contexts[0], self.contexts[1]
@@ -251,8 +251,8 @@ class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
         """Return the batch's views in the pipelined modules that can send rows early.
 
         Args:
-            context: the pipeline's, of the batch.
-            wait: also wait for what the input exchanges give.
+            context: the pipeline's context for the batch.
+            wait: also wait for the input exchanges' results.
         """
         batches = []
         for module in self.pipelined_modules:
@@ -264,19 +264,19 @@ class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
 
 
 class TrainPipelinePlain(TrainPipelineBase[In, Out]):
-    """A `TrainPipelineBase` of which all ranks take a batch, or all raise an error.
+    """A `TrainPipelineBase` where either all ranks take a batch or all raise an error.
 
     It also trains a second epoch: TorchRec's raises `StopIteration` for every iterator after the
-    first that has ended.
+    first one that has ended.
     """
 
     def __init__(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Prepare to train; the arguments are those of `TrainPipelineBase`."""
+        """Prepare to train; the arguments are `TrainPipelineBase`'s."""
         super().__init__(model, *args, **kwargs)
         self._source, self._detached = _Source[In](model), model
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train one batch; an iterator that follows an ended one begins anew."""
+        """Train one batch; an iterator after an exhausted one starts anew."""
         with self._source.naming():
             had_ended = self._source.has_ended
             batches = self._source.of(dataloader_iter)
@@ -285,7 +285,7 @@ class TrainPipelinePlain(TrainPipelineBase[In, Out]):
             return super().progress(batches)
 
     def detach(self) -> torch.nn.Module:
-        """Return the model, which nothing is attached to: any plan's pipeline may be detached."""
+        """Return the model; nothing is attached to it, but any plan's pipeline may be detached."""
         return self._detached
 
     def reset(self) -> None:
@@ -301,4 +301,4 @@ PIPELINES: dict[Pipeline, Any] = {
     Pipeline.SPARSE_DIST: TrainPipelineInStep,
     Pipeline.ROW_PREFETCH: TrainPipelineRowPrefetch,
 }
-"""The class of each kind of pipeline."""
+"""The class for each kind of pipeline."""

@@ -1,6 +1,6 @@
-"""Find the plan for the ranks that run: measure them, search, and say what was found.
+"""Find the plan for the running ranks: measure them, search, and report the result.
 
-Loaded only where no plan is given: a model with a plan needs none of the planner's modules.
+Loaded only where no plan is given: a model with a plan doesn't need the planner's modules.
 """
 
 import sys
@@ -46,16 +46,16 @@ def find_plan(
     has_small_buckets: bool = False,
     **arguments: Any,
 ) -> tuple[Plan2D, Explanation | None]:
-    """Search the plan on rank 0, and print there what was found.
+    """Search the plan on rank 0, and print the result there.
 
-    Rank 0 alone gets the reasons. A ``sample`` of batches is for `sampled_constraints`; without a
-    calibration, or its file's name, these machines are measured. With ``has_small_buckets`` dense
-    gradients are expected to be summed as by `parallelize`. ``arguments`` are those of `Planner2D`,
+    Only rank 0 gets the reasons. A ``sample`` of batches is for `sampled_constraints`; without a
+    calibration, or its file's name, these machines are measured. ``has_small_buckets`` tells the
+    search that dense gradients are reduced as in `parallelize`. ``arguments`` are `Planner2D`'s,
     except the topology. Errors are the same on all ranks.
 
     Collectives:
-        Two agreements of all ranks, those of `calibration_of_world` without a calibration, those of
-        `sampled_constraints` with a sample, and one broadcast of the plan.
+        Two agreements of all ranks, `calibration_of_world`'s without a calibration,
+        `sampled_constraints`' with a sample, and one broadcast of the plan.
     """
     world = world_group()
     local_world_size = get_local_size(world.size())
@@ -76,7 +76,7 @@ def find_plan(
         }
         arguments["constraints"] = sampled | of_counted
     with agreeing(world):
-        # A calibration of other devices is one that the planner warns of.
+        # The planner warns of a calibration for other devices.
         device_type = "cpu" if device.type == "cpu" else "cuda"
         topology = calibration.topology(world.size(), local_world_size, device=device_type)
         planner = Planner2D(topology, calibration=calibration, **arguments)
@@ -91,7 +91,7 @@ def find_plan(
 
 
 def _in_any_order(allowed: Any) -> str:
-    """Return a text that doesn't depend on order, which for sets differs between processes."""
+    """Return a text that doesn't depend on order, because sets' order differs between processes."""
     if isinstance(allowed, ParameterConstraints):
         return ", ".join(f"{name}={_in_any_order(part)}" for name, part in vars(allowed).items())
     if isinstance(allowed, Mapping):
@@ -116,10 +116,10 @@ def sampled_constraints(
 
     Args:
         module: the unsharded model.
-        sample: a batch's features on this rank, or those of several batches, of one size on all
-            ranks. Features that no table has are ignored; tables that no batch has stay as they
-            are. Of tables behind id maps, only the ids per bag are known.
-        constraints: kept, but for pooling factors of 1, which count as unknown, and skews.
+        sample: the features of one or several batches on this rank, of the same size on all
+            ranks. Features without a table are ignored; tables stay unchanged unless a batch has
+            all their features. For tables behind id maps, only the ids per bag are known.
+        constraints: constraints to keep, except skews and pooling factors of 1 (unknown).
         group: the ranks, by default all of them.
 
     Raises:
@@ -179,7 +179,7 @@ def sampled_constraints(
 
 
 def _counted(batch: KeyedJaggedTensor, features: Sequence[str]) -> list[float]:
-    """Count a table's samples, distinct rows, and ids of each feature in a batch."""
+    """Count a batch's samples, a table's distinct rows in it, and each feature's ids."""
     ids = [batch[feature].values() for feature in features]
     distinct = torch.cat(ids).unique().numel()
     return [float(batch.stride()), float(distinct), *(float(part.numel()) for part in ids)]

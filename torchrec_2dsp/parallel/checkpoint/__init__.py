@@ -1,7 +1,7 @@
 """Checkpoints in the format of torch.distributed.checkpoint (DCP), for any mesh and stock TorchRec.
 
-A checkpoint holds whole tables under TorchRec's names, whatever the mesh, the hot rows and the
-sharding types. Different column shards of a table with row-wise moments are refused by name,
+A checkpoint holds whole tables under TorchRec's names, for any mesh, hot rows and sharding
+types. Different column shards of a table with row-wise moments are refused by name,
 because TorchRec keeps such moments once per column shard.
 
 In the order data flows:

@@ -13,11 +13,11 @@ from torchrec_2dsp.errors import CheckpointError
 class Address(PathLike[str]):
     """A place on a file system that fsspec opens, with the methods of `pathlib.Path` used here.
 
-    Object stores have no folders: one exists if something lies in it.
+    Object stores have no folders: a folder exists if it has a file.
     """
 
     def __init__(self, address: str) -> None:
-        """Find the file system; its own package, such as ``s3fs``, has to be installed."""
+        """Find the file system; its own package, such as ``s3fs``, must be installed."""
         self._address = address.rstrip("/")
         try:
             self._files, self._path = url_to_fs(self._address)
@@ -49,15 +49,15 @@ class Address(PathLike[str]):
 
     @property
     def parent(self) -> "Address":
-        """The folder that the place lies in."""
+        """The folder that contains this place."""
         return Address(self._address.rpartition("/")[0])
 
     def resolve(self) -> "Address":
-        """Return the same address, which has no links."""
+        """Return the address itself, as addresses have no links."""
         return self
 
     def exists(self) -> bool:
-        """Return whether there is such a file or folder now, whatever was there before."""
+        """Return whether the file or folder exists now, without consulting fsspec's cache."""
         self._files.invalidate_cache()
         return bool(self._files.exists(self._path))
 
@@ -71,16 +71,16 @@ class Address(PathLike[str]):
         return bool(self._files.isdir(self._path))
 
     def iterdir(self) -> Iterator["Address"]:
-        """Yield what lies in the folder."""
+        """Yield the folder's files and sub-folders."""
         for path in self._files.ls(self._path, detail=False):
             yield self / str(path).rstrip("/").rpartition("/")[2]
 
     def size(self) -> int:
-        """Return a file's bytes."""
+        """Return the file's size in bytes."""
         return int(self._files.size(self._path))
 
     def open(self, mode: str) -> IO[bytes]:
-        """Open a file, which is there for others once it is written to its end."""
+        """Open a file; others see it once it is completely written."""
         return cast(IO[bytes], self._files.open(self._path, mode))
 
     def read_bytes(self) -> bytes:
@@ -93,23 +93,23 @@ class Address(PathLike[str]):
             self._files.rm_file(self._path)
 
     def delete(self) -> None:
-        """Delete a folder and all that lies in it."""
+        """Delete a folder and its contents."""
         self._files.rm(self._path, recursive=True)
 
 
 Place = Path | Address
-"""A folder or a file: a path, or behind an address."""
+"""A file or folder, given by a path or an address."""
 
 
 def place_of(path: str | PathLike[str]) -> Place:
-    """Return a path, or an address if there is a ``://`` in it."""
+    """Return a path, or an address if the text contains ``://``."""
     if isinstance(path, Address):
         return path
     return Address(str(path)) if "://" in str(path) else Path(path)
 
 
 def size_of(file: Place) -> int:
-    """Return a file's bytes; 0 if there is no such file."""
+    """Return a file's size in bytes; 0 if it doesn't exist."""
     if not file.is_file():
         return 0
     return file.size() if isinstance(file, Address) else file.stat().st_size

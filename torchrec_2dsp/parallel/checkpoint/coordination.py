@@ -13,28 +13,28 @@ from torchrec_2dsp.errors import CheckpointError
 
 
 def coordination_group() -> dist.ProcessGroup:
-    """Return a gloo group with all ranks: plans and names stay off the accelerators.
+    """Return a gloo group with all ranks, which keeps plans and names off the accelerators.
 
     Collectives:
-        The creation of a group, once per world, if the world itself doesn't talk gloo.
+        Group creation, once per world, unless the world itself uses gloo.
     """
     world = world_group()
     return world if _talks_gloo(world) else _shared_group("checkpoints")
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return a gloo group with all ranks, used only by saves in the background.
+    """Return a gloo group with all ranks, used only by background saves.
 
-    Collectives of two threads on one group could be issued in another order on each rank.
+    Collectives of two threads on one group could be issued in a different order on each rank.
 
     Collectives:
-        The creation of a group, once per world.
+        Group creation, once per world.
     """
     return _shared_group("background_checkpoints")
 
 
 def _shared_group(name: str) -> dist.ProcessGroup:
-    """Return a gloo group with all ranks, created at its first use."""
+    """Return a gloo group with all ranks, created at first use."""
     world, shared = world_group(), WorldGroups.current().shared
     if name not in shared:
         accelerator = None if _talks_gloo(world) else torch.accelerator.current_accelerator()
@@ -49,9 +49,9 @@ def _talks_gloo(world: dist.ProcessGroup) -> bool:
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, a quota that is used up, and a file larger than its limit."""
+"""The errors for a full disk, an exhausted quota, and a file above the size limit."""
 _SOURCE = re.compile(r"\[\S*\.cc:\d+\] ")
-"""A place in gloo's source, as its errors name it."""
+"""A location in gloo's source, as its error messages give it."""
 
 
 def run_dcp(action: Callable[[], object], failure: str) -> None:

@@ -1,4 +1,4 @@
-"""`load_checkpoint` and `load_weights`: a folder, checked, then read into a model in place."""
+"""`load_checkpoint` and `load_weights`: check a folder, then read it into a model in place."""
 
 import io
 import logging
@@ -66,21 +66,21 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read a checkpoint into a model, in place; call it on all ranks.
 
-    Mesh, layout, sharding types, hot rows and number of ranks may differ from those of the save;
-    tables and fused optimizer may not. Everything is checked before the first tensor is written: if
-    it raises, model and optimizer are as they were. Nothing in a checkpoint can run code.
+    Mesh, layout, sharding types, hot rows and number of ranks may differ from the save's; tables
+    and fused optimizer may not. Everything is checked before the first tensor is written: if the
+    call raises, model and optimizer are unchanged. Nothing in a checkpoint can run code.
 
     Args:
         path: the folder, or its address.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
-        optimizer: as in `save_checkpoint`; without it, its saved state is left alone.
-        train_state: the train state to load, in place; without it, the saved one is left alone.
+        optimizer: as in `save_checkpoint`; without it, its saved state is ignored.
+        train_state: the train state to load, in place; without it, the saved one is ignored.
 
     Returns:
-        What was saved as ``extra``.
+        The saved ``extra``.
 
     Collectives:
-        Agreements on what each rank has checked; those of a sync, if a backward is pending; then
+        Agreements on each rank's checks; a sync's, if a backward is pending; then
         a gather of names and shapes, and DCP's.
     """
     with calling_together(groups_of(model), "load_checkpoint()"):
@@ -132,11 +132,11 @@ def _saved_state(train_state: "TrainState", stored: StoredCheckpoint) -> dict[st
 
 
 Entries = dict[str, STORAGE_TYPES]
-"""The shape, type and shards of everything in a checkpoint, by name."""
+"""The shape, type and shards of each of a checkpoint's entries, by name."""
 
 
 def check_fits(group: dist.ProcessGroup, folder: Place, saved: Entries, state: Any) -> None:
-    """Raise on all ranks unless the model could have written the checkpoint.
+    """Raise on all ranks unless this model could have written the checkpoint.
 
     Collectives:
         A gather of names and shapes, and an agreement.
@@ -153,7 +153,7 @@ def check_fits(group: dist.ProcessGroup, folder: Place, saved: Entries, state: A
 
 
 def check_part(part: str, folder: Place, saved: Entries, expected: Metadata) -> None:
-    """Compare a part's entries with those that a save would write."""
+    """Compare a part's entries with those that a save would write now."""
     live = expected.state_dict_metadata
     for name in sorted(name for name in saved.keys() | live if name.startswith(f"{part}.")):
         if part == FUSED and name in saved and name in live:
@@ -177,13 +177,13 @@ _WEIGHTS_ALONE = (
 
 
 def _had_dense_optimizer(path: Sequence[str], saved: Entries) -> bool:
-    """Return whether a fused state's parameter had its state in the dense optimizer."""
+    """Return whether the dense optimizer had the state of a fused state's parameter at the save."""
     is_fused = path[0] == FUSED
     return is_fused and any(name.startswith(f"{DENSE}.state.{path[2]}.") for name in saved)
 
 
 def _check_column_shards(folder: Place, name: str, saved: Entries, expected: Metadata) -> None:
-    """Raise if row-wise moments are stored for other column shards than the plan has."""
+    """Raise if row-wise moments were saved for other column shards than the plan's."""
     live, param = expected.state_dict_metadata, expected.planner_data[name][2]
     if not all(len(getattr(entries[name], "size", ())) == 1 for entries in (saved, live)):
         return
@@ -208,7 +208,7 @@ def _kind(entry: STORAGE_TYPES | None) -> str:
 
 
 class KnownMetadataReader(dcp.FileSystemReader):
-    """Reads tensors from a folder; the metadata are given, because DCP would unpickle them."""
+    """Reads tensors from a folder; the metadata are passed in, because DCP would unpickle them."""
 
     def __init__(self, folder: Place, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -222,21 +222,21 @@ class KnownMetadataReader(dcp.FileSystemReader):
 
 
 class PlainDataPlanner(DefaultLoadPlanner):
-    """Loads tensors in place, and beside them only what `torch.load` takes for plain data."""
+    """Loads tensors in place, and otherwise only what `torch.load` accepts as plain data."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads, under current names and not those that old torch wrote."""
+        """Plan this rank's reads under current names, not those that old torch versions wrote."""
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a number, a text or the like into the state dict."""
+        """Put a plain value, such as a number or a text, into the state dict."""
         loaded = torch.load(value, weights_only=True)
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
 def _read_in_place(stored: StoredCheckpoint, state: dict[str, Any], **options: Any) -> None:
-    """Let DCP read a checkpoint into tensors; it takes the ``options``."""
+    """Let DCP read a checkpoint into tensors; ``options`` are passed to `dcp.load`."""
     reader = KnownMetadataReader(stored.folder, stored.metadata)
     run_dcp(
         lambda: dcp.load(state, storage_reader=reader, planner=PlainDataPlanner(), **options),
@@ -249,13 +249,13 @@ def _read_in_place(stored: StoredCheckpoint, state: dict[str, Any], **options: A
 def dense_state_made(
     model: DistributedModelParallel, optimizer: KeyedOptimizer | None, saved: Entries
 ) -> Iterator[None]:
-    """Create the optimizer state that a checkpoint holds, for the block's duration.
+    """Create the dense optimizer state that a checkpoint holds, and undo it if the block raises.
 
-    They do so by a step with gradients of zero, after which the weights are put back. If the block
-    raises an error, the optimizers are put back as well, as if there had been no step.
+    The optimizers create it in a step with zero gradients, after which the weights are restored.
+    If the block raises, the optimizers are restored, too, as if there had been no step.
 
     Collectives:
-        Those of a sync, if a backward is pending and ``optimizer`` contains the fused one.
+        A sync's, if a backward is pending and ``optimizer`` contains the fused one.
     """
     missing = {} if optimizer is None else _params_without_state(model, optimizer, saved)
     if optimizer is None or not missing:
@@ -281,7 +281,7 @@ def dense_state_made(
 def _params_without_state(
     model: DistributedModelParallel, optimizer: KeyedOptimizer, saved: Entries
 ) -> dict[str, Any]:
-    """Return the dense parameters whose saved state the optimizer lacks."""
+    """Return the dense parameters whose optimizer state is saved but doesn't exist yet."""
     existing = optimizer.state
     saved_entries: dict[str, set[str]] = defaultdict(set)
     for name in saved:
@@ -307,7 +307,7 @@ def _has_one_of(optimizer: KeyedOptimizer, params: dict[str, Any]) -> bool:
 
 
 def _tree(optimizer: Optimizer, fused: Optimizer) -> Iterator[Optimizer]:
-    """Yield an optimizer and all that it steps, except the fused one."""
+    """Yield an optimizer and all optimizers that it steps, except the fused one."""
     if optimizer is fused:
         return
     yield optimizer
@@ -318,7 +318,7 @@ def _tree(optimizer: Optimizer, fused: Optimizer) -> Iterator[Optimizer]:
 def _step(optimizer: KeyedOptimizer) -> None:
     try:
         optimizer.step()
-    except Exception as error:  # whatever a user's optimizer can raise
+    except Exception as error:  # a user's optimizer can raise anything
         raise CheckpointError(
             f"{type(optimizer).__name__} can't make the state that is saved of it, which takes a "
             f"step ({type(error).__name__}: {error}); let it make a step before the load, or pass "
@@ -339,14 +339,14 @@ def _weights_kept(params: list[torch.Tensor]) -> Iterator[None]:
 
 
 class _Snapshot:
-    """A copy of everything that a step may change in an optimizer."""
+    """A copy of everything in an optimizer that a step may change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._attributes = dict(vars(optimizer))
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-        # State and groups of a wrapper are those of the optimizer that it wraps.
+        # A wrapper's state and groups are those of the optimizer that it wraps.
         self._is_leaf = not wrapped_optimizers(optimizer)
         if self._is_leaf:
             self._groups = [(group, dict(group)) for group in optimizer.param_groups]
@@ -378,20 +378,20 @@ class _Snapshot:
 
 
 def load_weights(path: str | PathLike[str], model: nn.Module) -> StoredCheckpoint:
-    """Read the weights of a checkpoint into an unsharded model, in place and in this process alone.
+    """Read a checkpoint's weights into an unsharded model, in place, in this process only.
 
-    All bytes are compared with their checksums first, and the names and shapes of the weights with
-    those of the model. Nothing in a checkpoint can run code.
+    All bytes are first compared with their checksums, and the weights' names and shapes with the
+    model's. Nothing in a checkpoint can run code.
 
     Args:
         path: the folder of a checkpoint, written by `save_checkpoint` on any number of ranks.
         model: the model as it was before it was sharded.
 
     Returns:
-        The checkpoint, for whoever needs more of it.
+        The checkpoint, for reading more of it.
 
     Raises:
-        CheckpointError: the save didn't finish, a file is damaged, or it is another model's.
+        CheckpointError: the save didn't finish, a file is damaged, or the model differs.
     """
     folder = place_of(path)
     stored = StoredCheckpoint.open(folder)
@@ -403,7 +403,7 @@ def load_weights(path: str | PathLike[str], model: nn.Module) -> StoredCheckpoin
     _, expected = planner.create_global_plan([planner.create_local_plan()])
     check_part(MODEL, folder, stored.entries, expected)
     with warnings.catch_warnings():
-        # It is meant.
+        # That is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         _read_in_place(stored, state, no_dist=True)
     return stored

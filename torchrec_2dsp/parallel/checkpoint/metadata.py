@@ -1,8 +1,8 @@
-"""Reads DCP's `.metadata`, which is a pickle, without running any code that it names.
+"""Reads DCP's `.metadata`, a pickle, without running any code that it names.
 
-A pickle names classes and functions, and Python's reader imports and calls them. Here each name
+A pickle names classes and functions, which Python's reader imports and calls. Here each name
 must be one that DCP writes, and even those aren't called: a `_Record` holds their arguments, and
-the metadata are built from the records, field by field, if each has the type that DCP needs.
+the metadata are built from the records field by field, each checked for the type that DCP needs.
 """
 
 import io
@@ -31,11 +31,11 @@ _LOAD_MARK: Any = pickle._Unpickler.dispatch[pickle.MARK[0]]
 
 
 class UnknownName(Exception):
-    """A pickle names a class or a function that no checkpoint needs."""
+    """A pickle names a class or function that no checkpoint needs."""
 
 
 class _Record:
-    """The arguments that a pickle has for a class or function, which isn't called."""
+    """The arguments that a pickle gives a class or function, which isn't called."""
 
     kind = ""
     """One of the values of `PICKLED_NAMES`."""
@@ -52,25 +52,25 @@ class _Record:
         self.state = state
 
 
-# Python's own reader is slower than C's, but a damaged pickle can't make it fill the memory.
+# Python's reader is slower than the one in C, but a damaged pickle can't make it fill the memory.
 class _RecordUnpickler(pickle._Unpickler):
-    """Makes a `_Record` of everything that a pickle names."""
+    """Creates a `_Record` for everything that a pickle names."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._kinds: dict[str, type[_Record]] = {}
 
     def load_mark(self: Any) -> None:
-        """Open a nested value; DCP's metadata nest only a few."""
+        """Open a nested value, up to the nesting limit; DCP's metadata need only a few levels."""
         if len(self.metastack) > _MAX_NESTING:
             raise ValueError("it is nested too deeply")
         _LOAD_MARK(self)
 
-    # Python's reader looks up its methods here, and not by name.
+    # Python's reader looks up its methods here, not by name.
     dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {pickle.MARK[0]: load_mark}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a torch data type, or a class for records."""
+        """Return a torch data type, or a record class."""
         full_name = f"{module}.{name}"
         if full_name in _DTYPES:
             return _DTYPES[full_name]
@@ -82,7 +82,7 @@ class _RecordUnpickler(pickle._Unpickler):
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """Read the metadata in a pickle; ``where`` names its file in errors."""
+    """Read the metadata from a pickle; ``where`` names its file in errors."""
     try:
         metadata = _metadata(_RecordUnpickler(data).load())
     except UnknownName as error:
@@ -90,7 +90,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             f"{where} names {error}, which no checkpoint needs and which could run code: nothing "
             "was loaded; load a checkpoint whose origin you know"
         ) from None
-    except Exception as error:  # whatever unpickling damaged bytes can raise
+    except Exception as error:  # unpickling damaged bytes can raise anything
         raise CheckpointError(
             f"{where} is damaged ({type(error).__name__}: {str(error)[:200]}); load another "
             "checkpoint"
@@ -166,7 +166,7 @@ def _place(value: object) -> StorageInfo:
     if fields.get("transform_descriptors") is not None:
         raise ValueError("stored through an extension, such as one that compresses")
     path = _typed(str, fields["relative_path"])
-    # A checkpoint is one folder of files, which metadata must not lead out of.
+    # A checkpoint is one folder of files, and metadata must not point outside it.
     if path in ("", ".", "..") or any(sign in path for sign in "/\\\0"):
         raise ValueError(f"{path!r} isn't the name of a file in the folder")
     return StorageInfo(path, _number(fields["offset"]), _number(fields["length"]))
@@ -182,7 +182,7 @@ def _storage_meta(value: object) -> StorageMeta:
 
 
 def _indices(name: str, entry: STORAGE_TYPES) -> list[MetadataIndex]:
-    """Return the keys under which DCP looks up an entry's storage data."""
+    """Return the keys by which DCP looks up an entry's storage data."""
     if isinstance(entry, TensorStorageMetadata):
         return [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
     return [MetadataIndex(name)]

@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: its parts, and the tensors of a model that belong to each.
+"""A checkpoint's parts, and the model's tensors in each.
 
-There are two kinds of parts. Those `IN_PLACE` are the model's own tensors, which a load writes
-into. The others are small, and are read into new tensors, so that they can be checked before.
+There are two kinds of parts. The parts `IN_PLACE` are the model's own tensors, which a load
+writes into. The others are small, and are read into new tensors, so that they can be checked.
 """
 
 import json
@@ -23,7 +23,7 @@ from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
 MODEL, FUSED, DENSE, EXTRA = "model", "fused_optimizer", "dense_optimizer", "extra"
 TRAIN_STATE = "train_state"
-"""The parts of a checkpoint, which begin the names in it."""
+"""The parts of a checkpoint; each entry's name begins with its part."""
 
 IN_PLACE: Mapping[str, str] = MappingProxyType(
     {
@@ -33,14 +33,14 @@ IN_PLACE: Mapping[str, str] = MappingProxyType(
         DENSE: "pass the optimizer that was saved, or none to load all the rest",
     }
 )
-"""The parts whose tensors are the model's, with advice for those that don't fit the model."""
+"""The parts that hold the model's own tensors, with advice for tensors that don't fit."""
 
 
 def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
-    """Return the parts `IN_PLACE`: writing into these tensors changes the model.
+    """Return the parts `IN_PLACE`: writing into their tensors changes the model.
 
     Collectives:
-        Those of a sync, if a backward is pending.
+        A sync's, if a backward is pending.
     """
     weights = {name: value for name, value in model.state_dict().items() if not _is_empty(value)}
     fused = _with_rows(model.fused_optimizer.state_dict()["state"])
@@ -53,7 +53,7 @@ def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None
 
 
 def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that this one holds, and calls."""
+    """Return the optimizers that this one holds and calls."""
     if isinstance(optimizer, CombinedOptimizer):
         return [part for _, part in optimizer.optimizers]
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -62,7 +62,7 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 def check_wrappers(optimizer: Optimizer) -> None:
     """Refuse a wrapper that keeps state beside the optimizers whose state dict it returns.
 
-    TorchRec's WarmupOptimizer does around a CombinedOptimizer, and would lose its progress.
+    TorchRec's WarmupOptimizer around a CombinedOptimizer does, and would lose its progress.
     """
     parts = wrapped_optimizers(optimizer)
     if isinstance(optimizer, OptimizerWrapper):
@@ -106,8 +106,8 @@ def run_load_hooks(
 def _with_rows(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Drop the states of parameters without rows on this rank.
 
-    DCP knows a stored piece by its first row, and the row-wise moments of one column shard end
-    where those of the next one begin: an empty piece would take the place of one with rows.
+    DCP identifies a stored piece by its first row, and one column shard's row-wise moments end
+    where the next one's begin: an empty piece would replace one with rows.
     """
     with_rows = {
         param: {name: value for name, value in by_name.items() if not _has_no_row(value)}
@@ -125,7 +125,7 @@ def _is_empty(value: Any) -> bool:
     """Return whether this is a table without a shard on this rank.
 
     DCP takes a checkpoint for an old one when it meets an empty ShardedTensor, and TorchRec gives
-    the empty DTensors of some grid tables a wrong shape. They are left out.
+    some grid tables' empty DTensors a wrong shape. Both are left out.
     """
     if isinstance(value, ShardedTensor):
         return not value.local_shards()
@@ -135,7 +135,7 @@ def _is_empty(value: Any) -> bool:
 def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
     """Return this rank's shards if the value is a table's DTensor, else `None`.
 
-    A DTensor of the dense part holds a plain tensor, which DCP knows by itself.
+    A dense parameter's DTensor holds a plain tensor, which DCP handles by itself.
     """
     if not isinstance(value, DTensor):
         return None
@@ -145,7 +145,7 @@ def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
 
 
 def encoded(extra: Mapping[str, Any]) -> str:
-    """Encode ``extra`` as JSON with sorted keys, or raise unless decoding gives it back."""
+    """Encode ``extra`` as JSON with sorted keys, or raise unless decoding restores it."""
     if json.loads(json.dumps(extra, default=repr)) != extra:
         raise CheckpointError(
             f"extra={extra!r} isn't the same after a round trip through JSON; use dicts with "
@@ -180,8 +180,8 @@ def stored_extra(stored: StoredCheckpoint) -> dict[str, Any]:
 def check_together(model: nn.Module) -> None:
     """Raise if ranks may have different dense parts now.
 
-    A save would keep one of them, and a load leave the wrapper with changes from weights that are
-    gone. Wrappers that let ranks train apart, such as `LocalDense`, know whether they do now.
+    A save would keep only one of them, and a load would leave the wrapper with changes to weights
+    that no longer exist. Wrappers that let ranks train apart, such as `LocalDense`, know.
     """
     check = getattr(data_parallel_wrapper(model), "check_together", None)
     if check is not None:

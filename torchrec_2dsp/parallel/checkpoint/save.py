@@ -1,4 +1,4 @@
-"""`save_checkpoint`, saves in the background, and the newest checkpoint of a folder."""
+"""`save_checkpoint`, background saves, and a folder's newest checkpoint."""
 
 import logging
 import re
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 class PendingSave(Future[None]):
     """The future that `save_checkpoint` returns with ``asynchronous=True``.
 
-    ``result()`` waits until the checkpoint is complete, and raises the `CheckpointError` that all
-    ranks get if one of them fails. An error that nobody has asked for is logged, and raised by the
+    ``result()`` waits until the checkpoint is complete, and raises a `CheckpointError` on all
+    ranks if one of them fails. An error that nobody has asked for is logged, and raised by the
     next save or load.
     """
 
     def __init__(self, folder: Place) -> None:
         super().__init__()
         self.folder = folder
-        """The folder of the checkpoint."""
+        """The checkpoint's folder."""
         self._is_seen = False
 
     def result(self, timeout: float | None = None) -> None:
@@ -69,13 +69,13 @@ class PendingSave(Future[None]):
             raise error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the checkpoint, and return what went wrong, if anything."""
+        """Wait for the checkpoint, and return its error, if any."""
         error = super().exception(timeout)
         self._is_seen = True
         return error
 
     def raise_if_unseen(self) -> None:
-        """Wait for the checkpoint, and raise its error unless somebody has asked for it."""
+        """Wait for the checkpoint, and raise its error unless it has been asked for already."""
         was_seen = self._is_seen
         error = self.exception()
         if error is not None and not was_seen:
@@ -87,8 +87,8 @@ def start_save(
 ) -> PendingSave:
     """Run ``save`` in a thread, and return as soon as the state may change again.
 
-    ``save`` raises nothing but a `CheckpointError`, and sets ``is_staged`` when it has copied what
-    it writes. No other save of this world may be running.
+    ``save`` may only raise a `CheckpointError`, and sets ``is_staged`` once it has copied what it
+    writes. No other save of this world may be running.
     """
     pending = PendingSave(folder)
     pending.set_running_or_notify_cancel()
@@ -104,7 +104,7 @@ def start_save(
         finally:
             is_staged.set()
 
-    # Not a daemon: the interpreter waits for it before it exits.
+    # Not a daemon: the interpreter waits for it before exiting.
     thread = threading.Thread(target=run, name=f"save {folder}")
     thread.start()
     _PENDING[world] = pending
@@ -113,14 +113,14 @@ def start_save(
 
 
 def wait_for_save(world: dist.ProcessGroup) -> None:
-    """Wait for the running save, if any, and raise its error if nobody has seen it."""
+    """Wait for the running save, if any, and raise its error unless somebody has asked for it."""
     pending = _PENDING.pop(world, None)
     if pending is not None:
         pending.raise_if_unseen()
 
 
 _PENDING: "weakref.WeakKeyDictionary[dist.ProcessGroup, PendingSave]" = weakref.WeakKeyDictionary()
-"""The last asynchronous save of each world."""
+"""Each world's last asynchronous save."""
 
 
 @overload
@@ -158,26 +158,26 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
 
-    Each shard is written once: replica peers share the work. A checksum of everything is written
-    with it. The checkpoint exists when its last file does, and not before.
+    Each shard is written once, shared out among replica peers, and with a checksum. The checkpoint
+    exists once its last file does, and not before.
 
     Args:
-        path: a folder that all ranks see, without a checkpoint in it, or an address that fsspec
+        path: a folder that all ranks see and that holds no checkpoint, or an address that fsspec
             opens, such as ``s3://bucket/run/1000``.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
-        optimizer: the optimizer of the other parameters, to save its state; it may contain the
+        optimizer: the other parameters' optimizer, whose state is saved; it may contain the
             model's fused optimizer, which is stored once in any case.
-        extra: JSON, equal on all ranks, such as the number of steps done.
-        train_state: what a run of this model needs to go on beside weights and optimizer state.
-        asynchronous: return as soon as this rank has copied what it is to write, and write while
-            the model trains on. The next save or load waits until that is done.
+        extra: JSON data, equal on all ranks, such as the number of steps done.
+        train_state: what this model's run needs to resume, beside weights and optimizer state.
+        asynchronous: return as soon as this rank has copied its share of the data, and write it
+            while the model trains on. The next save or load waits until the write is complete.
 
     Returns:
         With ``asynchronous``, a future whose ``result()`` waits for the checkpoint.
 
     Collectives:
-        Those of a sync, if a backward is pending; then DCP's, of plans but not of weights. With
-        ``asynchronous``, the latter are on a gloo group of their own, created at the first call.
+        A sync's, if a backward is pending; then DCP's, which send plans but not weights. With
+        ``asynchronous``, DCP's use their own gloo group, created at the first call.
 
     Example::
 
@@ -238,7 +238,7 @@ def check_belongs(train_state: "TrainState | None", model: DistributedModelParal
 
 
 def checked_folder(path: str | PathLike[str], optimizer: object) -> Place:
-    """Return the folder if it can be opened and the optimizer has names."""
+    """Return the folder if it can be opened and the optimizer's state has names."""
     folder = place_of(path)
     if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
         raise CheckpointError(
@@ -264,15 +264,15 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Place | None: ...
 
 
 def latest_checkpoint(folder: str | PathLike[str]) -> Place | None:
-    """Return a folder's newest finished checkpoint, `None` if there is none.
+    """Return a folder's newest finished checkpoint, or `None` if there is none.
 
     Checkpoints are sub-folders whose names end in a number, such as ``1000`` or ``step_1000``; the
-    largest number is the newest. Saves that didn't finish don't count.
+    largest number is the newest. Unfinished saves don't count.
 
-    With a process group, call it on all ranks: all get what rank 0 sees.
+    With a process group, call it on all ranks: rank 0's answer is everyone's.
 
     Args:
-        folder: the folder of all checkpoints, or its address; it needn't exist yet.
+        folder: the folder of all checkpoints, or its address; it may not exist yet.
 
     Raises:
         CheckpointError: rank 0 can't list the folder.
@@ -314,14 +314,14 @@ def _newest_finished(folder: Place) -> str | None:
 
 
 def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
-    """Delete all but a folder's newest finished checkpoints.
+    """Delete all but the newest finished checkpoints in a folder.
 
-    Call it after a save, on all ranks: rank 0 deletes, and warns where it can't. Unfinished saves
-    older than the newest kept checkpoint go as well. Nothing else in the folder is touched.
+    Call it after a save, on all ranks: rank 0 deletes, and warns if it can't. Unfinished saves
+    older than the newest kept checkpoint are deleted as well. Nothing else in the folder changes.
 
     Args:
-        folder: the folder of all checkpoints, which are named as `latest_checkpoint` says.
-        keep: how many checkpoints stay.
+        folder: the folder of all checkpoints, named as `latest_checkpoint` requires.
+        keep: the number of checkpoints to keep.
 
     Example:
         >>> import tempfile
@@ -345,11 +345,11 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
         newest = finished[-keep:]
         for path in numbered[: numbered.index(newest[-1])] if newest else ():
             if path not in newest:
-                # What makes it a checkpoint goes first, in case that deleting is cut short.
+                # Delete the file that marks a checkpoint first, in case deletion is interrupted.
                 (path / _FINISHED).unlink(missing_ok=True)
                 path.delete() if isinstance(path, Address) else shutil.rmtree(path)
-    except Exception as error:  # whatever a file system can raise
-        # The other ranks go on, so this one has to.
+    except Exception as error:  # a file system can raise anything
+        # The other ranks go on, so this one must, too.
         logger.warning("old checkpoints in %s can't be deleted, and stay (%s)", folder, error)
 
 

@@ -1,4 +1,4 @@
-"""`StoredCheckpoint`: a checkpoint in a folder, and whether its bytes can be trusted."""
+"""`StoredCheckpoint`: a checkpoint in a folder, with checks of its bytes."""
 
 import json
 import zlib
@@ -20,16 +20,16 @@ from torchrec_2dsp.parallel.checkpoint.address import Place, size_of
 from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
 
 FILE_NAME = "checksums.json"
-"""The file of the checksums, beside DCP's files, which stay as DCP writes them."""
+"""The checksum file, beside DCP's files, which stay as DCP writes them."""
 
 MARK = "torchrec_2dsp.checksums"
-"""The mark in the metadata of a checkpoint with checksums, so that a loss of these is noticed."""
+"""The mark in the metadata of a checkpoint with checksums, so that their loss is noticed."""
 
 _FORMAT = 1
 
 
 class Chunk(NamedTuple):
-    """A run of bytes in a file: one shard of a tensor, as it is stored."""
+    """A run of bytes in a file: one stored shard of a tensor."""
 
     file: str
     offset: int
@@ -38,12 +38,12 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums that the bytes of a checkpoint must have."""
+    """The expected checksums of a checkpoint's bytes."""
 
     metadata_crc32: int
     """The checksum of `.metadata`."""
     chunks: Mapping[Chunk, int]
-    """The CRC-32 of each chunk; the chunks of a file are all of its bytes."""
+    """The CRC-32 of each chunk; a file's chunks cover all its bytes."""
 
     def to_json(self) -> str:
         """Encode as JSON, with a checksum over the JSON itself."""
@@ -80,12 +80,12 @@ def _crc32_of(body: Mapping[str, Any]) -> int:
 
 
 _BLOCK_BYTES = 8 * 2**20
-"""The size of the reads that compute a checksum."""
+"""The read size when computing a checksum."""
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """The checkpoint of a finished save in a folder."""
+    """A finished save's checkpoint in a folder."""
 
     folder: Place
     metadata: Metadata
@@ -93,7 +93,7 @@ class StoredCheckpoint:
     checksums: Checksums | None
     """The checksums of all bytes; `None` if another program wrote the checkpoint."""
     fingerprint: str
-    """A checksum of `.metadata`, by which ranks see that they read the same checkpoint."""
+    """A checksum of `.metadata`, by which ranks verify that they read the same checkpoint."""
 
     @classmethod
     def open(cls, folder: Place) -> "StoredCheckpoint":
@@ -117,15 +117,15 @@ class StoredCheckpoint:
 
     @property
     def entries(self) -> dict[str, STORAGE_TYPES]:
-        """The shape, type and shards of everything in the checkpoint, by name."""
+        """The shape, type and shards of each of the checkpoint's entries, by name."""
         return self.metadata.state_dict_metadata
 
     def names(self, part: str) -> list[str]:
-        """Return the names of a part's entries, without the part's name."""
+        """Return the names of a part's entries, without the part's prefix."""
         return [name.removeprefix(f"{part}.") for name in self.entries if _is_in(name, part)]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor that was stored in one piece, on this rank alone."""
+        """Read a tensor that was stored in one piece, on this rank only."""
         entry = self.entries[name]
         if not isinstance(entry, TensorStorageMetadata) or len(entry.chunks) != 1:
             raise CheckpointError(
@@ -143,14 +143,14 @@ class StoredCheckpoint:
     def tensors(
         self, part: str, only: Callable[[str], bool] = lambda name: True
     ) -> dict[str, torch.Tensor]:
-        """Read a part's tensors on this rank alone, by their names without the part's."""
+        """Read a part's tensors on this rank only, by their names without the part's prefix."""
         return {name: self.tensor(f"{part}.{name}") for name in self.names(part) if only(name)}
 
     def verify(self, parts: Iterable[str], rank: int, num_ranks: int) -> None:
         """Verify this rank's share of the bytes.
 
-        A chunk must add up to its checksum, and what is loaded of it, for some parts, must be of
-        the type and shape that the metadata say.
+        Each chunk must match its checksum, and the entries in it that belong to ``parts`` must have
+        the type and shape in the metadata.
         """
         parts = tuple(parts)
         by_chunk: dict[Chunk, list[MetadataIndex]] = {}
@@ -197,7 +197,7 @@ class StoredCheckpoint:
             value = torch.load(
                 file_view(file, chunk.offset, chunk.length), map_location="cpu", weights_only=True
             )
-        except Exception as error:  # whatever unpickling damaged bytes can raise
+        except Exception as error:  # unpickling damaged bytes can raise anything
             raise CheckpointError(
                 f"{where} can't be read as plain data ({type(error).__name__}); load another "
                 "checkpoint"
@@ -239,7 +239,7 @@ def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
 
 
 def _chunk_of(place: object) -> Chunk:
-    """Return the chunk at a place from DCP's metadata."""
+    """Return the chunk that DCP's metadata give for a place."""
     return Chunk(place.relative_path, place.offset, place.length)  # type: ignore[attr-defined]
 
 

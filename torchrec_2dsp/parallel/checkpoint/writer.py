@@ -1,4 +1,4 @@
-"""DCP's planner and writer of a save: plain data alone, with checksums, under a lock."""
+"""DCP's planner and writer for a save: plain data only, with checksums, under a lock."""
 
 import fcntl
 import io
@@ -36,11 +36,11 @@ from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, MARK, Checksums,
 class PlainDataSavePlanner(DefaultSavePlanner):
     """Refuses to store what `load_checkpoint` wouldn't load: all but tensors and plain data.
 
-    Ranks share the work, but what may differ between them comes from the first rank that has it.
+    Ranks share the work; entries that may differ between ranks come from the first that has them.
     """
 
     def __init__(self, of_first_rank: Iterable[str] = ()) -> None:
-        """Prepare for a save; ``of_first_rank`` names what may differ between ranks."""
+        """Prepare for a save; ``of_first_rank`` names the entries that may differ between ranks."""
         super().__init__()
         self._of_first_rank = set(of_first_rank)
 
@@ -55,7 +55,7 @@ class PlainDataSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(plans)
 
     def create_local_plan(self) -> SavePlan:
-        """Plan what this rank could write, and refuse what isn't plain data."""
+        """Plan what this rank could write, and refuse anything but plain data."""
         plan = super().create_local_plan()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -64,12 +64,12 @@ class PlainDataSavePlanner(DefaultSavePlanner):
 
 
 class StagingPlanner(PlainDataSavePlanner):
-    """Copies all that this rank is to write, as soon as the ranks have shared out the work."""
+    """Copies this rank's share of the data as soon as the ranks have divided the work."""
 
     def __init__(self, of_first_rank: Iterable[str] = ()) -> None:
         super().__init__(of_first_rank)
         self.is_staged = threading.Event()
-        """Set when the state may change again."""
+        """Set once the state may change again."""
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -99,7 +99,7 @@ def _check_plain(name: str, value: Any) -> None:
     stream.seek(0)
     try:
         torch.load(stream, weights_only=True)
-    except Exception as error:  # whatever unpickling can raise
+    except Exception as error:  # unpickling can raise anything
         raise CheckpointError(
             f"{name!r} is a {type(value).__name__}, which can't be loaded without running code; "
             "an optimizer's state may hold tensors, numbers, texts, and lists and dicts of them"
@@ -109,7 +109,7 @@ def _check_plain(name: str, value: Any) -> None:
 class ChecksumWriter(dcp.FileSystemWriter):
     """Writes a checkpoint as DCP does, and `checksums.json` before `.metadata`.
 
-    Checksums are computed from the bytes on their way to the file, so they also find a disk's
+    Checksums are computed from the bytes on their way to the file, so they also detect disk
     errors.
     """
 
@@ -121,16 +121,16 @@ class ChecksumWriter(dcp.FileSystemWriter):
         self._folder = folder
         self.lock = FolderLock(folder) if isinstance(folder, Path) else None
         self.crc32s: dict[MetadataIndex, int] = {}
-        """The checksums of chunks, as far as they are written."""
+        """The checksums of the chunks written so far."""
         self.failure: OSError | None = None
-        """The error of the first write that failed."""
-        # DCP asks this object for a stream to write each chunk to.
+        """The first write's error, if one has failed."""
+        # DCP asks this object for a stream for each chunk.
         self.transforms = cast(Any, self)
 
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
-        """Return a chunk's stream, and no descriptors, because it doesn't change the bytes."""
+        """Return a chunk's stream, and no descriptors, as it leaves the bytes unchanged."""
         stream = _ChecksumStream(cast(IO[bytes], raw_stream), self, write_item.index)
         return cast(IO[bytes], stream), []
 
@@ -141,7 +141,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
         if (self._folder / ".metadata").exists():
             raise holds_checkpoint(self._folder)
         if self.lock is None:
-            # Files of two saves that run at the same time have different names.
+            # Files of two concurrent saves have different names.
             prefixes = (StoragePrefix(f"__{self.save_id}_{rank}_") for rank in range(len(plans)))
             plans = [
                 replace(plan, storage_data=prefix)
@@ -150,11 +150,11 @@ class ChecksumWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks; `finish` gets the place and the checksum of each.
+        """Write this rank's chunks; `finish` receives the place and checksum of each.
 
         Raises:
-            OSError: the disk is full, or the file can't be written for another reason. torch, whose
-                archives complain of their own state then, would hide it.
+            OSError: the disk is full, or the file can't be written for another reason. torch would
+                hide this: its archives then complain of their own state.
         """
         try:
             results = super().write_data(plan, planner).value()
@@ -202,7 +202,7 @@ class FolderLock:
     """Keeps other runs from saving to the same folder.
 
     The file `save.lock` names this process, which also holds an `flock` on it: the kernel drops
-    that when the process ends, so the next save takes the lock of a dead process over.
+    that when the process ends, so the next save takes over a dead process's lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -227,7 +227,7 @@ class FolderLock:
         os.write(file, json.dumps(owner).encode())
 
     def release(self) -> None:
-        """Remove the file, if this process has taken the lock."""
+        """Remove the file if this process holds the lock."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
@@ -255,7 +255,7 @@ class FolderLock:
 
 
 def holds_checkpoint(folder: Place) -> CheckpointError:
-    """Return the error for a folder that can't be saved to again."""
+    """Return the error for a folder that holds a checkpoint already."""
     return CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
 
 

@@ -32,10 +32,10 @@ from torchrec_2dsp.shard.tables import SyncedOptimizer
 
 
 def complete_model(model: nn.Module) -> None:
-    """Apply all updates that are pending.
+    """Apply all pending updates.
 
     Collectives:
-        Those of a sync, if a backward is pending.
+        A sync's, if a backward is pending.
     """
     for tables in sharded_tables(model):
         tables.complete_state()
@@ -69,12 +69,12 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _training(model: nn.Module) -> dict[str, Any]:
-    """Return the names of frozen tables, and those of each `unfreeze`, which count steps apart."""
+    """Return the frozen tables' names and each `unfreeze`'s, whose tables count steps apart."""
     return {"frozen": frozen_names(model), "unfrozen": getattr(model, "unfrozen", [])}
 
 
 def rank_state(model: nn.Module) -> dict[str, Any]:
-    """Return this rank's state, which fits the same plan on the same rank only."""
+    """Return this rank's state, which only fits the same plan on the same rank."""
     return {
         "plan": plan_digest(model),
         "progress": [
@@ -92,7 +92,7 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
 
 
 def iterations(model: nn.Module) -> dict[str, int]:
-    """Return each table's number of forwards, as this rank's kernels have counted them."""
+    """Return each table's number of forwards, as counted by this rank's kernels."""
     return {
         name: max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
         for tables in sharded_tables(model)
@@ -101,7 +101,7 @@ def iterations(model: nn.Module) -> dict[str, int]:
 
 
 def plan_digest(model: Any) -> str:
-    """Digest the plan without its hot rows and its way of travelling; empty without a `Plan2D`."""
+    """Digest the plan without its train pipeline and hot rows' ids; empty without a `Plan2D`."""
     plan = getattr(model, "plan", None)
     if not isinstance(plan, Plan2D):
         return ""
@@ -120,7 +120,7 @@ def _training_text(trained: Mapping[str, Any]) -> str:
 
 
 def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Raise unless the same tables are trained, and there is room for the hot rows in use."""
+    """Raise unless the same tables are trained and the hot rows in use fit."""
     trained, own = saved.get("training"), _training(model)
     if trained is not None and trained != own:
         saved_text, own_text = map(_training_text, (trained, own))
@@ -141,7 +141,7 @@ def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -> None:
-    """Write `whole_state` back into a model of any plan; tables that weren't saved keep theirs.
+    """Write `whole_state` back into a model of any plan; tables without saved state keep theirs.
 
     Policies count from ``step`` if the saved run had none.
     """
@@ -165,7 +165,7 @@ def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -
 
 
 def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Write this rank's state back; the plan has to be the one of the save."""
+    """Write this rank's state back; the plan must be the saved one."""
     for tables, progress in zip(sharded_tables(model), saved["progress"], strict=True):
         tables.sync_point.load_state_dict(progress["actions"])
         for tbe, iteration, learning_rate in zip(
@@ -176,7 +176,7 @@ def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def restore_optimizer_arguments(model: nn.Module) -> None:
-    """Hand kernels the hyper-parameters that their optimizers' groups have had restored."""
+    """Pass the restored hyper-parameters of the optimizers' groups to the kernels."""
     for tables in sharded_tables(model):
         optimizer = tables.module.fused_optimizer
         if isinstance(optimizer, SyncedOptimizer):
@@ -184,7 +184,7 @@ def restore_optimizer_arguments(model: nn.Module) -> None:
 
 
 def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:
-    """Set how many forwards all kernels have counted, if the plan isn't the one of the save."""
+    """Set all kernels' forward counts, for a plan other than the saved one."""
     for tables in sharded_tables(model):
         iteration = max(saved.get(name, 0) for name in tables.table_names)
         for tbe in tables.tbes():
@@ -192,17 +192,17 @@ def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:
 
 
 def restore_bad_ids(model: nn.Module, saved: Sequence[dict[str, int]]) -> None:
-    """Let this rank go on counting bad ids from the sum of the counts that it takes over."""
+    """Continue counting bad ids from the sum of the counts that this rank takes over."""
     for tables in sharded_tables(model):
         counts = [counted.get(name, 0) for counted in saved for name in tables.table_names]
         tables.num_bad_ids = sum(counts)
 
 
 def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]) -> None:
-    """Make DDP add gradients in the order in which it did at the save; call it on all ranks.
+    """Make DDP add gradients in the saved order; call it on all ranks.
 
     Collectives:
-        Those of `start_in_order`, for each DDP module.
+        `start_in_order`'s, for each DDP module.
     """
     for name, ddp in _ddps(model):
         if name in saved:
@@ -210,11 +210,11 @@ def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]
 
 
 def settle(model: nn.Module) -> None:
-    """Let ranks go on as those of a resumed run will; call it on all ranks.
+    """Bring ranks into the state from which a resumed run starts; call it on all ranks.
 
     DDP starts anew if it hasn't settled on an order: in its first steps it uses one and records
-    another, which can't be read from outside. Buffers that ranks compute apart, such as batch
-    norm's statistics, become those of the first rank that has them, which a checkpoint keeps.
+    another, which can't be read from outside. Buffers that ranks compute separately, such as batch
+    norm's statistics, take the values of the first rank that has them, which a checkpoint keeps.
 
     Collectives:
         An all-gather of the dense buffers' names, and a broadcast of each buffer.

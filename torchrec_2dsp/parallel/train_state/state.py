@@ -1,4 +1,4 @@
-"""`TrainState`: what a run needs to go on, beside the model."""
+"""`TrainState`: what a run needs to resume, beside the model."""
 
 import re
 from collections import Counter, defaultdict
@@ -41,19 +41,19 @@ HyperParameters = dict[str, list[dict[str, Any]]]
 """For each parameter, all options of its parameter groups, in the optimizer's order."""
 
 _CLASS = "__class__"
-"""The option that names the class of torch's optimizer; tables' fused ones differ by plan."""
+"""The option that names torch's optimizer class; the tables' fused classes differ by plan."""
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """A rank's part of what all ranks gather at a save."""
+    """A rank's contribution to what all ranks gather at a save."""
 
     digests: dict[str, str]
     """A digest of each member's state."""
     hyper_parameters: dict[str, HyperParameters]
-    """The hyper-parameters of the parameters that the rank has."""
+    """The hyper-parameters of the rank's parameters."""
     iterations: dict[str, int]
-    """Each table's number of forwards, as its kernel has counted them."""
+    """Each table's number of forwards, as counted by its kernel."""
 
 
 def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, HyperParameters]:
@@ -72,12 +72,12 @@ def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, Hyper
 
 FORMAT = 1
 MEMBER = "member."
-"""The beginning of the names of members, which users give."""
+"""The name prefix of members, which users give."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A train state as this rank reads it."""
+    """A train state as read by this rank."""
 
     header: dict[str, Any]
     own: dict[str, Any] | None
@@ -85,13 +85,13 @@ class Saved:
     ranks: dict[int, dict[str, Any]]
     """The stored states of the ranks that this one takes over."""
     members: dict[str, list[dict[str, Any]]]
-    """The states of each member: a single one, or one for each rank in `ranks`."""
+    """Each member's states: a single one, or one for each rank in `ranks`."""
     is_same_world: bool
     """True if the save had as many ranks as there are now."""
 
     @classmethod
     def read(cls, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> "Saved":
-        """Decode what a rank needs; a `CheckpointError` for tensors of another format."""
+        """Decode what a rank needs; raise a `CheckpointError` for tensors of another format."""
         header = from_plain(tensors, "")
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise CheckpointError(
@@ -108,17 +108,17 @@ class Saved:
 
 
 class TrainState:
-    """Everything that a run needs to go on, beside the weights and the optimizer state.
+    """Everything that a run needs to resume, beside the weights and the optimizer state.
 
     It holds the steps of sync policies, the hot rows in use, what id maps have seen since they last
-    evicted, the routes of gradients, learning rates and other hyper-parameters, the iterations of
+    evicted, gradients' routes, learning rates and other hyper-parameters, the iterations of
     fused optimizers, the residuals of a `ThresholdedDataParallel`, the gradients in flight of a
-    `DelayedDense`, the random number generators of each rank, and what you give it by name: objects
+    `DelayedDense`, each rank's random number generators, and members that you give by name: objects
     with ``state_dict()`` and ``load_state_dict()``, such as a `HotSetRefresh`, a `RowCounter` or a
     scheduler, and dicts of plain values, which are loaded in place.
 
-    A run that saves a checkpoint with its train state and one that loads it go on with the same
-    losses, bit for bit, on as many ranks and under the same plan.
+    A run that saves a checkpoint with its train state and a run that loads it have the same
+    losses, bit for bit, on the same number of ranks and under the same plan.
 
     Example::
 
@@ -140,13 +140,13 @@ class TrainState:
         optimizer: KeyedOptimizer | None = None,
         **members: Member,
     ) -> None:
-        """Collect what has a state.
+        """Collect everything that has a state.
 
         Args:
             model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
             optimizer: the optimizer of the dense parameters; it may contain the fused one.
-            members: whatever else has a state, by name. State that is equal on all ranks is stored
-                once, and other state for each rank.
+            members: anything else with a state, by name. State that is equal on all ranks is stored
+                once, other state for each rank.
         """
         if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
             raise ConfigError(
@@ -160,7 +160,7 @@ class TrainState:
         self.model = model
         """The model that the run trains."""
         self.optimizer = optimizer
-        """The optimizer with hyper-parameters beside those of the model's fused one, if any."""
+        """An optimizer with hyper-parameters beside the model's fused one, if any."""
         self.step = 0
         """The number of finished steps, which the training loop counts."""
         self._members = dict(members)
@@ -176,11 +176,11 @@ class TrainState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state as flat tensors; call it on all ranks, between two steps.
 
-        Entries of a single rank begin with ``rank<N>.``, and only this rank has them; rank 0 has
+        A single rank's entries begin with ``rank<N>.``, and only this rank has them; rank 0 has
         the others.
 
         Collectives:
-            Those of a sync, if a backward is pending; then two all-gathers of objects.
+            A sync's, if a backward is pending; then two all-gathers of objects.
         """
         group, model = coordination_group(), self.model
         model_state.complete_model(model)
@@ -196,7 +196,7 @@ class TrainState:
                 {kind: hyper_parameters(*pair) for kind, pair in self._optimizers().items()},
                 model_state.iterations(model),
             )
-            # Values that can't be stored raise here, where all ranks learn of it.
+            # Values that can't be stored raise here, where all ranks notice.
             to_plain(summary.hyper_parameters, "")
             own = to_plain(
                 {**model_state.rank_state(model), "random": random_state(self._device)},
@@ -233,20 +233,20 @@ class TrainState:
         return own
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state; call it on all ranks, after the model and its optimizer were loaded.
+        """Restore a state; call it on all ranks, after the model and its optimizer were loaded.
 
         Args:
             tensors: the state, at least the entries that `wants` names.
 
         Collectives:
-            Those of `prepared` and of the function that it returns.
+            `prepared`'s and those of the function that it returns.
         """
         self.prepared(tensors)()
 
     def wants(self, name: str) -> bool:
         """Return whether this rank needs an entry: a shared one, or its own.
 
-        If there are fewer ranks than at the save, each takes over the entries of several.
+        If there are fewer ranks than at the save, each takes over several ranks' entries.
         """
         saved_rank = re.match(r"rank(\d+)\.", name)
         group = coordination_group()
@@ -254,17 +254,17 @@ class TrainState:
         return saved_rank is None or int(saved_rank[1]) % num_ranks == rank
 
     def prepared(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Check a state, and change nothing yet; call it on all ranks.
+        """Check a state without changing anything; call it on all ranks.
 
         Args:
             tensors: the state, at least the entries that `wants` names.
 
         Returns:
-            A function that takes the state over, to be called on all ranks after the model was
+            A function that restores the state, to be called on all ranks after the model was
             loaded.
 
         Collectives:
-            An agreement of all ranks; and in the function that is returned, another one, and
+            An agreement of all ranks; in the returned function, another one, and
             broadcasts of DDP's buckets.
         """
         group = coordination_group()
@@ -331,7 +331,7 @@ class TrainState:
             load_states(name, member, saved.members.get(name, [{}]))
         for kind, optimizers in self._optimizers().items():
             restore_hyper_parameters(header["hyper_parameters"][kind], *optimizers)
-        # Hands learning rates to the kernels, then what else the optimizers know.
+        # Pass the learning rates to the kernels, then the optimizers' other hyper-parameters.
         model.fused_optimizer.step()
         model_state.restore_optimizer_arguments(model)
         model_state.restore_whole_state(model, header["model"], step=self.step)
@@ -343,7 +343,7 @@ class TrainState:
         model_state.restore_bad_ids(model, num_bad_ids)
 
     def _optimizers(self) -> dict[str, tuple[KeyedOptimizer, KeyedOptimizer | None]]:
-        """Return both optimizers, and whose groups in each belong to the other."""
+        """Return both optimizers, each with the optimizer whose groups in it are left out."""
         fused = self.model.fused_optimizer
         dense = {} if self.optimizer is None else {"dense": (self.optimizer, fused)}
         return {"fused": (fused, None), **dense}
@@ -413,8 +413,8 @@ def _saved_groups(
 ) -> Iterator[tuple[list[str], dict[str, Any], list[dict[str, Any]]]]:
     """Yield each group with its parameters' names, and their saved options in it.
 
-    An optimizer may have several groups of a parameter, as TorchRec's SemisyncOptimizer has. Older
-    states hold the last one's options alone: such groups stay as they were built.
+    An optimizer may have several groups for a parameter, like TorchRec's SemisyncOptimizer. Older
+    states hold only the last group's options: such groups stay as they were built.
     """
     groups = list(_groups(optimizer, but))
     counts = Counter(key for keys, _ in groups for key in keys)
@@ -454,7 +454,7 @@ def _groups(
 
 
 def _classes(optimizer: Optimizer) -> dict[int, str]:
-    """Return the class of torch's optimizer that updates each group, by the group's id."""
+    """Return the torch optimizer class that updates each group, by the group's id."""
     wrapped = wrapped_optimizers(optimizer)
     if not wrapped and not isinstance(optimizer, KeyedOptimizer):
         return {id(group): type(optimizer).__name__ for group in optimizer.param_groups}

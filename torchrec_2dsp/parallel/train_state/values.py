@@ -17,7 +17,7 @@ from torchrec_2dsp.errors import CheckpointError, ConfigError
 
 _JSON = (str, bool, int, float, type(None))
 _MARK = "$"
-"""The beginning of the single key of a dict that stands for a value of another type."""
+"""The prefix of the single key in a dict that stands for a value of another type."""
 
 
 def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def _encode_block(
         )
     if not tensor.numel():
         return {"$empty": [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
-    # A copy: a save may go on while the run does.
+    # A copy, because a save may continue while the run does.
     tensors[prefix + name] = tensor.to("cpu").clone(memory_format=torch.contiguous_format)
     return {"$tensor": name}
 
@@ -160,7 +160,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Write a state back into this process's random number generators."""
+    """Restore the state of this process's random number generators."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -170,23 +170,23 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state can be read and written, as torch's schedulers are."""
+    """An object whose state can be read and written, such as torch's schedulers."""
 
     def state_dict(self) -> Any:
         """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> object:
-        """Take over a state."""
+        """Restore a state."""
         ...
 
 
 @runtime_checkable
 class Summable(Protocol):
-    """An object that can take over the states of several ranks, such as a `RowCounter`."""
+    """An object that can take over several ranks' states, such as a `RowCounter`."""
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the sum of these states."""
+        """Restore the sum of these states."""
         ...
 
 
@@ -227,7 +227,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if a member can tell that it can't take over these states."""
+    """Raise if a member can tell that these states don't fit it."""
     check = getattr(member, "check_state_dict", None)
     for state in states:
         if check is not None:
@@ -240,15 +240,15 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
 
 
 def kind_of_wrapper(wrapper: object) -> str:
-    """Return the name of the wrapper whose states this one takes over, empty if there is none."""
+    """Return the name of the wrapper whose states this one takes over; empty if there is none."""
     owners = (kind for kind in type(wrapper).__mro__ if "load_state_dict" in vars(kind))
     return getattr(wrapper, "state_kind", next((kind.__name__ for kind in owners), ""))
 
 
 def check_left_out(states: Sequence[Mapping[str, Any]], kind: str | None = None) -> None:
-    """Raise if dense gradients of a wrapper would be lost in a model that doesn't take them over.
+    """Raise if the model would lose a wrapper's dense gradients because nothing takes them over.
 
-    Older checkpoints don't have the wrapper's name, ``kind``.
+    Older checkpoints lack ``kind``, the wrapper's name.
     """
     if any(_holds_gradients(state.get("residuals", state)) for state in states):
         raise CheckpointError(
@@ -260,7 +260,7 @@ def check_left_out(states: Sequence[Mapping[str, Any]], kind: str | None = None)
 
 
 def _holds_gradients(state: Mapping[str, Any]) -> bool:
-    """Return whether a wrapper's state has tensors that aren't zero."""
+    """Return whether a wrapper's state has nonzero tensors."""
     return any(
         _holds_gradients(value)
         if isinstance(value, Mapping)
@@ -270,7 +270,7 @@ def _holds_gradients(state: Mapping[str, Any]) -> bool:
 
 
 def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> None:
-    """Let a member take over stored states; several states come from several ranks."""
+    """Let a member restore stored states; several states come from several ranks."""
     if isinstance(member, dict):
         (state,) = states
         _written_into(member, state)
@@ -280,7 +280,7 @@ def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> 
         (state,) = states
         try:
             member.load_state_dict(state)
-        except Exception as error:  # whatever an object of the user's can raise
+        except Exception as error:  # a user's object can raise anything
             raise CheckpointError(
                 f"{name} ({type(member).__name__}) refused its state ({type(error).__name__}: "
                 f"{error}), and the run is restored in part; make the object as it was made"
@@ -288,7 +288,7 @@ def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> 
 
 
 def _written_into(old: Any, new: Any) -> Any:
-    """Return a new value, written into the old one where that can be: others may hold it, too."""
+    """Return a new value, written into the old one if possible, as others may hold that, too."""
     if isinstance(old, dict) and isinstance(new, dict):
         items = {key: _written_into(old.get(key), value) for key, value in new.items()}
         old.clear()

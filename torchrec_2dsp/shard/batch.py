@@ -1,8 +1,8 @@
-"""Checks a batch's form, ids and batch sizes before its ids travel, alike on all ranks.
+"""Checks a batch's form, ids and batch sizes before its ids travel, the same way on all ranks.
 
-TorchRec takes feature order from the first batch, and ranks exchange numbers in their own batch's
-types. It checks neither again: reordered features would be looked up in the wrong tables, and other
-types would end processes.
+TorchRec takes the feature order from the first batch, and ranks exchange numbers in their own
+batch's types. It checks neither again: reordered features would be looked up in the wrong tables,
+and other types would crash processes.
 """
 
 import enum
@@ -32,18 +32,18 @@ from torchrec_2dsp.shard.stages import (
 
 
 class BadIds(enum.Enum):
-    """The treatment for ids that their table has no row for."""
+    """How to treat ids for which their table has no row."""
 
     RAISE = "raise"
-    """All ranks raise the same `InputError`, before the batch is looked up."""
+    """All ranks raise the same `InputError` before the batch is looked up."""
     DROP = "drop"
-    """It leaves its bag."""
+    """The id is removed from its bag."""
     CLAMP = "clamp"
-    """It becomes the table's first or last row."""
+    """The id becomes the table's first or last row."""
 
     @classmethod
     def of(cls, value: "BadIds | str") -> "BadIds":
-        """Return a member, or raise an error that names all members."""
+        """Return the member, or raise an error that names all members."""
         check_choice("bad_ids", value, cls)
         return cls(value)
 
@@ -58,14 +58,14 @@ class IdCheck:
             for feature in config.feature_names:
                 table = (config.name, config.num_embeddings)
                 smallest = self._tables.setdefault(feature, table)
-                # A feature may look up several tables: the smallest one decides.
+                # If a feature looks up several tables, the smallest one's row count is the limit.
                 self._tables[feature] = min(smallest, table, key=lambda named: named[1])
         self.num_bad = 0
-        """This rank's bad ids so far."""
+        """The number of bad ids on this rank so far."""
 
     @torch.no_grad()
     def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, InputError | None]:
-        """Return the features without bad ids, and the error that all ranks have to raise."""
+        """Return the features without bad ids, and the error that all ranks must raise, if any."""
         values, error = features.values(), None
         is_bad, limits = self.find(features.keys(), values, ids_per_feature(features))
         if bool(is_bad.any()):
@@ -75,7 +75,7 @@ class IdCheck:
             if self._policy is BadIds.DROP:
                 features = _without(features, is_bad)
             else:
-                # What is about to be raised has to travel first, and may not hurt on its way.
+                # Ids travel before their error is raised, so bad ones must be harmless.
                 clamped = values.long().clamp(min=0).minimum(limits - 1).to(values.dtype)
                 values = torch.where(is_bad, clamped, values)
                 features = with_parts(features, values=values)
@@ -84,10 +84,10 @@ class IdCheck:
     def find(
         self, keys: Sequence[str], values: torch.Tensor, sizes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tell which ids are bad, and each table's rows; the features' sizes may be wrong."""
+        """Return which ids are bad, and each id's row limit; the features' sizes may be wrong."""
         tables = map(self._tables.get, keys)
         by_key = tuple(_NO_LIMIT if table is None else table[1] for table in tables)
-        # Whatever the sizes are, all ids belong to a feature, or are left after the last.
+        # Whatever the sizes are, each id belongs to a feature or comes after the last one.
         num_ids = values.numel()
         ends = sizes.clamp(min=0).cumsum(0).clamp(max=num_ids)
         repeats = ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), num_ids))
@@ -121,7 +121,7 @@ def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTe
 
 
 def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
-    """Return a batch in which some tensors or sizes are others."""
+    """Return a copy of a batch in which some tensors or sizes are replaced."""
     own_parts = {
         "keys": batch.keys(),
         "values": batch.values(),
@@ -137,18 +137,18 @@ _ID_TYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class NumberTypes:
-    """A batch's number types."""
+    """The number types of a batch's tensors."""
 
     ids: torch.dtype
     lengths: torch.dtype
     weights: torch.dtype | None
-    """`None` for a batch without weights."""
+    """The weights' type; `None` for a batch without weights."""
 
     @classmethod
     def of(cls, batch: KeyedJaggedTensor) -> "NumberTypes":
         """Return a batch's types; other id types, which are refused, count as int32.
 
-        FBGEMM sorts no weights in 16 bits.
+        FBGEMM can't sort 16-bit weights, so these count as float32.
         """
         weights = batch.weights_or_none()
         return cls(
@@ -158,7 +158,7 @@ class NumberTypes:
         )
 
     def joined(self, other: "NumberTypes") -> "NumberTypes":
-        """Return the types that hold both batches' numbers; weights if either has some."""
+        """Return types that hold both batches' numbers, with weights if either batch has them."""
         both_weights = self.weights or other.weights
         if self.weights is not None and other.weights is not None:
             both_weights = torch.promote_types(self.weights, other.weights)
@@ -170,7 +170,7 @@ class NumberTypes:
 
 
 class _Tally(NamedTuple):
-    """A batch's checks and sizes, fetched in one transfer, as each one waits for a GPU."""
+    """A batch's checks and sizes, fetched in one transfer, as each transfer waits for the GPU."""
 
     has_negative_lengths: bool
     has_bad_ids: bool
@@ -184,7 +184,7 @@ class _Tally(NamedTuple):
 
 
 class BatchForm:
-    """Brings batches into one form, and finds those that can't be right."""
+    """Converts batches to one form, and detects invalid ones."""
 
     def __init__(
         self, features: Iterable[str], group: dist.ProcessGroup, *, is_weighted: bool
@@ -198,13 +198,13 @@ class BatchForm:
     def fit(
         self, batch: KeyedJaggedTensor, ids: IdCheck, error: TwoDError | None = None
     ) -> tuple[KeyedJaggedTensor, TwoDError | None]:
-        """Return the batch in the first one's form, without bad ids, and the error in it, if any.
+        """Return the batch in the first one's form, without bad ids, and its error, if any.
 
-        A wrong batch is replaced by one without ids, so that ranks that wait for them learn about
+        An invalid batch is replaced by one without ids, so that ranks waiting for its ids learn of
         the error.
 
         Collectives:
-            For the first batch, an all-gather with all ranks' number types.
+            An all-gather of all ranks' number types, for the first batch.
         """
         if self._types is None:
             self._types = self._joined_types(batch)
@@ -221,7 +221,7 @@ class BatchForm:
             return self._without_ids(batch.stride(), batch.values().device), error
         types, num_ids = self._types, tally.ids_per_feature
         if tally.has_bad_ids:
-            # Another type would turn some of them into rows' numbers.
+            # Another type would turn some bad ids into valid row numbers.
             batch, error = ids(self._in_form(batch, replace(types, ids=torch.int64), num_ids))
             num_ids = None
         return self._in_form(batch, types, num_ids), error
@@ -304,7 +304,7 @@ class BatchForm:
     def _in_form(
         self, batch: KeyedJaggedTensor, types: NumberTypes, num_ids: list[int] | None
     ) -> KeyedJaggedTensor:
-        """Return the batch in contiguous memory, and in the first one's order and types."""
+        """Return the batch in contiguous memory, in the first batch's feature order and types."""
         values, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
         if types.weights is not None:
             weights = (values[:0] if weights is None else weights).to(types.weights).contiguous()
@@ -339,7 +339,7 @@ class DistinctBags(NamedTuple):
     """A batch with one batch size for all features."""
 
     features: KeyedJaggedTensor
-    """The bags; none if the batch can't be right."""
+    """The bags; none if the batch is invalid."""
     of_samples: BagsOfSamples | None
     """Each sample's bags; `None` in ordinary batches."""
     error: InputError | None = None
@@ -349,12 +349,12 @@ class DistinctBags(NamedTuple):
 def distinct_bags(
     features: KeyedJaggedTensor, needed: Iterable[str], *, are_pooled: bool = False
 ) -> DistinctBags:
-    """Return a batch's bags, and the samples' bag numbers; ordinary batches stay as they are.
+    """Return a batch's bags, and each sample's bag numbers; ordinary batches stay unchanged.
 
-    A batch with variable sizes (VBE) has distinct bags for each feature, and says which of them
+    A batch with variable sizes (VBE) has distinct bags for each feature, and lists which of them
     each sample has. TorchRec passes the sizes on to every exchange and kernel, which few of its
-    sharding types survive. So features with fewer bags get empty ones at their end before anything
-    sees the batch, and samples take their bags at the output, `BagsOfSamples`.
+    sharding types support. So features with fewer bags are padded with empty ones before anything
+    sees the batch, and samples get their bags at the output, by `BagsOfSamples`.
 
     Example:
         >>> import torch
@@ -374,7 +374,7 @@ def distinct_bags(
         [[0, 0, 0], [2, 0, 1]]
     """
     _, of_samples = features.inverse_indices_or_none() or (None, None)
-    # TorchRec's unsharded bags are shared in a batch of one size, too; its sequences aren't.
+    # TorchRec's unsharded bags are also shared in a batch of one size; its sequences aren't.
     are_shared = are_pooled and of_samples is not None and of_samples.numel() > 0
     if not (are_shared or features.variable_stride_per_key()):
         return DistinctBags(features, None)
@@ -439,7 +439,7 @@ def _sizes_error(features: KeyedJaggedTensor, needed: Iterable[str]) -> InputErr
 
 
 class OneBatchSize(Stage):
-    """Turns batches with a batch size per feature into ordinary batches, and back at the output."""
+    """Turns batches with a batch size per feature into ordinary ones, and back at the output."""
 
     def __init__(self, configs: Sequence[Any], pack_size: int) -> None:
         self._feature_of = features_by_output(configs)
@@ -462,7 +462,7 @@ class OneBatchSize(Stage):
         return bags.features
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Give each sample its bags, or sequences."""
+        """Give each sample its bags or sequences."""
         if notes.bags_of_samples is None:
             return output
         if isinstance(output, KeyedTensor):
@@ -477,7 +477,7 @@ class BatchCheck(Stage):
         self, configs: Sequence[Any], policy: BadIds, alarm: Alarm, is_weighted: bool
     ) -> None:
         self.ids = IdCheck(configs, policy)
-        """Finds ids that no row has."""
+        """The check that finds bad ids."""
         self._form = BatchForm(features_of(configs), alarm.group, is_weighted=is_weighted)
         self._alarm = alarm
 
@@ -485,7 +485,7 @@ class BatchCheck(Stage):
         """Return the batch as it will be looked up.
 
         Collectives:
-            As in `Alarm.check`, waited for before the lookup; first as in `BatchForm.fit`.
+            `Alarm.check`'s, waited for before the lookup; before it `BatchForm.fit`'s.
         """
         batch, notes.error = self._form.fit(batch, self.ids, notes.error)
         signal = Signal.READY if self._alarm.board.activity.is_last_batch else Signal.WELL
@@ -494,7 +494,7 @@ class BatchCheck(Stage):
         return batch
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Raise one rank's error on all ranks."""
+        """Raise any rank's error on all ranks."""
         if notes.check is not None:
             with record_function("## check ids ##"):
                 notes.check.wait()

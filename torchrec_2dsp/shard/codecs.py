@@ -1,4 +1,4 @@
-"""Codecs from a plan or a user under TorchRec's names, and the exchange for encoded bags."""
+"""Codecs from the plan or the user, under TorchRec's names, and the exchange for encoded bags."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ _OPERATIONS = (
 )
 
 _SUMMED = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
-"""Types whose output exchange adds partial bags."""
+"""The types whose output exchange adds partial bags."""
 
 
 def codecs_registry(
@@ -42,8 +42,8 @@ def codecs_registry(
 ) -> dict[str, Any] | None:
     """Return a sharding's codecs by TorchRec's names: the plan's, or else the user's.
 
-    Shards with different widths travel in one tensor, so a scale covers as many columns as divide
-    all widths.
+    Shards of different widths travel in one tensor, so a scale covers the widths' greatest common
+    divisor of columns.
     """
     if kind.transport is Transport.FP32:
         _check_packing(kind, sharding_infos, pack_size(registry))
@@ -54,7 +54,7 @@ def codecs_registry(
 
 
 def pack_size(registry: dict[str, Any] | None) -> int:
-    """Return how many numbers the user's codecs encode together, as TorchRec's INT8 does."""
+    """Return how many numbers the user's codecs encode together, as TorchRec's INT8 codec does."""
     pairs = (registry or {}).values()
     return max(
         (_pack_size(codec) for pair in pairs for codec in (pair.forward, pair.backward)), default=1
@@ -71,7 +71,7 @@ def _pack_size(codec: Any) -> int:
 
 
 def shard_widths(shardings: Iterable[Any]) -> list[int]:
-    """Return the columns of each shard, by tables' parameter shardings."""
+    """Return each shard's column count, given the tables' parameter shardings."""
     specs = [sharding.sharding_spec for sharding in shardings]
     return [shard.shard_sizes[1] for spec in specs if spec for shard in spec.shards]
 
@@ -99,7 +99,7 @@ def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) ->
 def codecs_by_dim(
     kind: TableType, registry: dict[str, Any] | None
 ) -> Callable[[int], QuantizedCommCodecs | None]:
-    """Return a function from a row's dimension to its codecs: the plan's, or else the user's."""
+    """Return a function from a row's dim to its codecs: the plan's, or else the user's."""
     if kind.transport is not Transport.FP32:
         return lambda dim: stock_codecs(kind.transport, dim)
     of_user = (registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
@@ -107,10 +107,10 @@ def codecs_by_dim(
 
 
 class UnevenReduceScatter(PooledEmbeddingsReduceScatter):
-    """TorchRec's output exchange for row-wise tables, also for uneven batches on gloo.
+    """TorchRec's output exchange for row-wise tables, which also supports uneven batches on gloo.
 
-    TorchRec's backward for an uneven reduce-scatter needs an uneven all-gather, which only NCCL
-    has, and no backend adds encoded rows. So bag parts are sent to their ranks and added there.
+    In the backward, TorchRec's uneven reduce-scatter needs an uneven all-gather, which only NCCL
+    has, and no backend adds encoded rows. So partial bags are sent to their ranks and added there.
     Everything else takes TorchRec's own path.
     """
 
@@ -123,7 +123,7 @@ class UnevenReduceScatter(PooledEmbeddingsReduceScatter):
         is_even = input_splits is None or len(set(input_splits)) == 1
         is_encoded = codecs is not None and isinstance(codecs.forward, StockCodec)
         is_known = is_even or dist.get_backend(group) == "nccl"
-        # To a rank that is alone nothing travels, so nothing is encoded.
+        # With a single rank nothing travels, so nothing is encoded.
         if num_ranks == 1 or (is_known and not is_encoded):
             return super().forward(local_embs, input_splits)
         if input_splits is None:
@@ -172,5 +172,5 @@ class _ReduceScatterRagged(torch.autograd.Function):
 
 
 def _width(dim: int, codec: QuantizedCommCodec[Any] | None) -> int:
-    """Return how many numbers travel per row; TorchRec's codecs keep them one for one."""
+    """Return how many numbers travel per row; TorchRec's codecs don't change the count."""
     return codec.calc_quantized_size(dim) if isinstance(codec, StockCodec) else dim

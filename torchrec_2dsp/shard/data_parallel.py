@@ -1,8 +1,8 @@
 """Data-parallel tables, whole on every rank, trained by the tables' optimizer.
 
-TorchRec puts them into DDP and leaves them to the dense optimizer. Here their lookups are captured
-like those of hot rows: row gradients are summed over all ranks after the backward, and applied once
-by the fused optimizer's rule. They travel by row, or as whole tables where that is less.
+TorchRec wraps them in DDP and leaves them to the dense optimizer. Here their lookups are captured
+like hot rows': row gradients are summed over all ranks after the backward, and applied once
+by the fused optimizer's rule. They travel by row, or as whole tables where that is smaller.
 
     rank 0: rows 1, 4     \\                     / rows 1, 4, 7 with the same sums
     rank 1: rows 4, 7     - sums of all ranks --- rows 1, 4, 7 with the same sums
@@ -49,14 +49,14 @@ from torchrec_2dsp.shard.replica_sync import copied_shards
 
 
 class WholeTablesOptimizer(PlainStateOptimizer):
-    """A kernel's fused optimizer, whose state has plain tensors, as the weights have."""
+    """A kernel's fused optimizer, whose state has plain tensors, like the weights."""
 
     def __init__(self, config: GroupedEmbeddingConfig, tbe: Tbe) -> None:
         params, state = {}, {}
         for table, tensors in zip(config.embedding_tables, table_tensors(tbe), strict=True):
             weight, *states = tensors.values()
             params[f"{table.name}.weight"] = weight
-            # TorchRec's name for the first one, whatever the rule calls it.
+            # TorchRec's name for the first state tensor, whatever the rule calls it.
             names = ["momentum1", *list(tensors)[2:]]
             state[weight] = {
                 f"{table.name}.{name}": value for name, value in zip(names, states, strict=False)
@@ -66,11 +66,11 @@ class WholeTablesOptimizer(PlainStateOptimizer):
 
 
 class _WholeTables:
-    """Marks a lookup for tables that are whole on every rank."""
+    """Marks a lookup of tables that are whole on every rank."""
 
     @property
     def module(self) -> nn.Module:
-        """The lookup itself, for which TorchRec looks inside DDP."""
+        """The lookup itself, where TorchRec reads DDP's ``module``."""
         assert isinstance(self, nn.Module)
         return self
 
@@ -98,10 +98,10 @@ class DpPooled(DpPooledEmbeddingSharding):
         fused_params: Any = None,
         feature_processor: Any = None,
     ) -> BaseEmbeddingLookup:
-        """Make the lookup for this rank's copy."""
+        """Build the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of(self))
-        # TorchRec undoes, for per-sample weights, that bags' gradients are divided by the ranks on
-        # their way to the tables. Here they aren't.
+        # For per-sample weights, TorchRec undoes the division of bags' gradients by the rank count.
+        # Here they aren't divided.
         options = {"feature_processor": feature_processor, "scale_weight_gradients": False}
         return _with_plain_state(make_lookup(WholeTablesBags, facts, device, **options))
 
@@ -115,22 +115,22 @@ class DpSequence(DpSequenceEmbeddingSharding):
         fused_params: Any = None,
         feature_processor: Any = None,
     ) -> BaseEmbeddingLookup:
-        """Make the lookup for this rank's copy."""
+        """Build the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of(self))
         return _with_plain_state(make_lookup(WholeTablesSequences, facts, device))
 
 
 def _as_one_shard(facts: ShardingFacts) -> ShardingFacts:
-    """Return the tables with metadata that fused kernels need: a single shard, on this rank."""
+    """Return the tables with the metadata that fused kernels need: a single shard, on this rank."""
     return replace(facts, configs=[_fused(config, facts.device) for config in facts.configs])
 
 
 def _fused(config: GroupedEmbeddingConfig, device: torch.device) -> GroupedEmbeddingConfig:
     """Return a config for a fused kernel whose copies stay equal."""
     params = dict(config.fused_params or {})
-    # Merged over all ranks the moments are exact: no moment scale here.
+    # Moments merged over all ranks are exact: no moment scale here.
     params.pop(MOMENT_SCALE, None)
-    # FBGEMM rounds 16-bit tables at random by default, and each rank its own way.
+    # By default FBGEMM rounds 16-bit tables at random, differently on each rank.
     params.setdefault("stochastic_rounding", False)
     kernel = EmbeddingComputeKernel.FUSED
     tables = [_on_this_rank(table, device) for table in config.embedding_tables]
@@ -149,7 +149,7 @@ def _on_this_rank(table: ShardedEmbeddingTable, device: torch.device) -> Sharded
 
 
 def kernels_by_kind(lookups: Sequence[nn.Module]) -> tuple[list[Kernel], list[Kernel]]:
-    """Return the lookups' kernels: those for sharded tables, and those for whole ones."""
+    """Return the lookups' kernels: those of sharded tables, then those of whole ones."""
     whole = [lookup for lookup in lookups if isinstance(lookup, _WholeTables)]
     sharded = [lookup for lookup in lookups if not isinstance(lookup, _WholeTables)]
     return list(kernels_of(sharded)), list(kernels_of(whole))
@@ -160,7 +160,7 @@ def whole_tables_action(
 ) -> GradientSyncAction:
     """Capture the kernels' backwards, and return the sync action that applies them.
 
-    All ranks send and receive exact gradients, and no update is late, whatever the sync config.
+    Whatever the sync config, all ranks exchange exact gradients, and no update is late.
     """
     alarm, peers = groups.alarm, groups.hot_rows
     captures = [

@@ -1,4 +1,4 @@
-"""Sharders of collections behind id maps or feature processors, and one for each kind of module."""
+"""Sharders for collections behind id maps or feature processors; one for each kind of module."""
 
 import copy
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from torchrec_2dsp.shard.sharders import (
 
 
 class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[Any]):
-    """The base class for sharders of collections behind id maps."""
+    """The base class of sharders for collections behind id maps."""
 
     sharded_module_type = ShardedManagedCollisions2D
     """The type that `shard` returns."""
@@ -52,18 +52,18 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
     ) -> None:
         super().__init__(tables, ManagedCollisionCollectionSharder())
         self.tables = tables
-        """Shards the collection inside."""
+        """The sharder of the inner collection."""
         self.optimizer = tables.optimizer
         """The tables' optimizer."""
         self.resets = resets
-        """True if rows that get another id begin anew."""
+        """True if evicted rows are reset for their new ids."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all that the tables can have."""
+        """Return all sharding types that the tables support."""
         return self.tables.sharding_types(compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return all that the tables can have."""
+        """Return all compute kernels that the tables support."""
         return self.tables.compute_kernels(sharding_type, compute_device_type)
 
     def shard(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -77,7 +77,7 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
         """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
-            All ranks agree on the id maps, then come those of the tables' sharder, and the creation
+            All ranks agree on the id maps; then the tables' sharder's, and the creation
             of a group.
         """
         device = torch.device("cpu") if device is None else device
@@ -101,7 +101,7 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
 
 
 def _without_hot_ids(plan: Any) -> tuple[Any, dict[str, HotSet]]:
-    """Return a plan with as many hot rows, whichever, in place of hot ids; and these ids."""
+    """Return the plan with as many placeholder rows in place of hot ids, and these ids."""
     if not isinstance(plan, ModulePlan2D):
         return plan, {}
     hot_ids = {name: table.hot_set for name, table in plan.tables() if table.hot_set is not None}
@@ -125,13 +125,13 @@ class ManagedCollisionEmbeddingBagCollectionSharder2D(_ManagedCollisionSharder2D
         *,
         reset_evicted_rows: bool = True,
     ) -> None:
-        """Choose the tables' sharder, and what becomes of evicted rows.
+        """Choose the tables' sharder, and how evicted rows are treated.
 
         Args:
-            ebc_sharder: shards the collection inside.
-            reset_evicted_rows: begin a row anew when it gets another id, as TorchRec's sharded
-                module does: by initial values, without moments. Otherwise the id goes on with the
-                row of the evicted one, as in TorchRec's unsharded module.
+            ebc_sharder: the sharder of the inner collection.
+            reset_evicted_rows: reset a row when it gets another id, as TorchRec's sharded
+                module does, to initial values without moments. Otherwise the new id continues with
+                the evicted id's row, as in TorchRec's unsharded module.
         """
         super().__init__(ebc_sharder or EmbeddingBagCollectionSharder2D(), reset_evicted_rows)
 
@@ -148,10 +148,10 @@ class ManagedCollisionEmbeddingCollectionSharder2D(_ManagedCollisionSharder2D):
         *,
         reset_evicted_rows: bool = True,
     ) -> None:
-        """Choose the tables' sharder, and what becomes of evicted rows.
+        """Choose the tables' sharder, and how evicted rows are treated.
 
         Args:
-            ec_sharder: shards the collection inside.
+            ec_sharder: the sharder of the inner collection.
             reset_evicted_rows: as in `ManagedCollisionEmbeddingBagCollectionSharder2D`.
         """
         super().__init__(ec_sharder or EmbeddingCollectionSharder2D(), reset_evicted_rows)
@@ -166,11 +166,11 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
     """The type that `shard` returns."""
 
     def __init__(self, ebc_sharder: EmbeddingBagCollectionSharder2D | None = None) -> None:
-        """Choose the sharder for the collection inside."""
+        """Choose the inner collection's sharder."""
         self.tables = ebc_sharder or EmbeddingBagCollectionSharder2D()
-        """Shards the collection inside."""
+        """The sharder of the inner collection."""
         self.optimizer = self.tables.optimizer
-        """The tables' optimizer; position weights are trained by the dense part's."""
+        """The tables' optimizer; the dense part's trains position weights."""
         super().__init__(self.tables, self.tables.qcomm_codecs_registry)
 
     def shard(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -184,7 +184,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
         """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
-            All ranks agree on the feature processors, then come those of the tables' sharder, and a
+            All ranks agree on the feature processors; then the tables' sharder's, and a
             broadcast of each processor's parameters and buffers.
         """
         device = torch.device("cpu") if device is None else device
@@ -195,7 +195,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
                 [(name, list(weight.shape), weight.requires_grad) for name, weight in weights]
             )
         tables = copy.copy(self.tables)
-        # Gradients of weights need a lookup's rows as they were.
+        # The weights' gradients need a lookup's rows as they were.
         tables.accumulates |= trains_processors(module)
         sharded = tables.shard(collection_inside(module), params, env, device, module_fqn)
         processed = ShardedFeatureProcessors2D(module, sharded, device)
@@ -206,7 +206,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
 def all_sharders(
     bags: EmbeddingBagCollectionSharder2D, sequences: EmbeddingCollectionSharder2D
 ) -> list[ModuleSharder[Any]]:
-    """Return a sharder per kind of module, which shard tables by the given ones."""
+    """Return one sharder per kind of module, all based on the given two."""
     return [
         bags,
         sequences,
@@ -219,13 +219,13 @@ def all_sharders(
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Return one sharder per kind of module, with TorchRec's defaults.
 
-    TorchRec's function of this name has sharders for more kinds, which this package doesn't run.
+    TorchRec's function of this name also has sharders for kinds that this package doesn't support.
     """
     return all_sharders(EmbeddingBagCollectionSharder2D(), EmbeddingCollectionSharder2D())
 
 
 def described(sharder: ModuleSharder[Any]) -> str:
-    """Return a text that is the same on all ranks if the sharders are."""
+    """Return a text that is equal on all ranks if the sharders are."""
     params = getattr(sharder, "fused_params", None) or {}
     optimizer = getattr(sharder, "optimizer", None)
     return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"

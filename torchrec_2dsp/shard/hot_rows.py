@@ -1,8 +1,8 @@
 """Hot rows: a replica on every rank beside TorchRec's own (cold) path.
 
-Cold shards keep their full row space, with a *home* for every hot row. Hot ids leave a batch before
-TorchRec distributes it, and are looked up in the local replica. Their gradients are merged over all
-ranks. Before the state is read, replicas are written home, so state dicts are TorchRec's.
+Cold shards keep their full row space, with a *home* for every hot row. Hot ids are removed from a
+batch before TorchRec distributes it, and looked up in the local replica. Their gradients are merged
+over all ranks. Before a state read, replicas are written home, so state dicts are TorchRec's.
 """
 
 import math
@@ -55,14 +55,14 @@ from torchrec_2dsp.shard.stages import (
 )
 
 RowsOf = Callable[[str, torch.Tensor], torch.Tensor]
-"""Returns the rows of a table that belong to ids now, ascending; some ids may have none."""
+"""Returns a table's rows that belong to ids now, ascending; some ids may have no row."""
 
 
 class HotSets:
-    """The module's hot sets that new batches use, and those that the replicas hold.
+    """The module's hot sets: those that new batches use, and those that the replicas hold.
 
-    They differ from a refresh until the first lookup with new sets, and again when a pipeline looks
-    up a batch that was split before.
+    They differ from a refresh until the first lookup with the new sets, and again when a pipeline
+    looks up a batch that was split before.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class HotSets:
         """The sets that new batches use."""
         self._configs = {config.name: config for config in configs if config.name in self.by_table}
         self._num_slots = {name: len(hot_set) for name, hot_set in self.by_table.items()}
-        """The room that the plan has given each table."""
+        """The number of hot rows that the plan allows each table."""
         self._rows_of: RowsOf | None = None
-        """Maps the ids that hot sets name to rows; without it they are rows."""
+        """Maps hot sets' ids to rows; `None` if they are rows already."""
         self.newest = self._ids()
         self.held = self.newest
         self._before_newest: deque[Mapping[str, HotSet]] = deque()
-        """The sets that the next batches use, one each, before others use the newest sets."""
+        """The sets for the next batches, one each, before batches use the newest sets."""
         self._waiting: list[weakref.ref[HotBatch]] = []
-        """Batches that were split and not looked up yet, as pipelines have them."""
+        """Batches that were split but not looked up yet, as in pipelines."""
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """Split a batch into cold features and hot ids."""
@@ -98,16 +98,16 @@ class HotSets:
         return cold, batch
 
     def numbers(self, table: str, slots: torch.Tensor) -> torch.Tensor:
-        """Return the rows that replicas hold in these slots."""
+        """Return the rows that the replicas hold in these slots."""
         return self.held.by_table[table][slots]
 
     def looked_up(self, batch: HotBatch) -> None:
-        """Note that a batch no longer waits."""
+        """Note that a batch has been looked up."""
         self._waiting = [other for other in self._still_waiting() if other() is not batch]
 
     @property
     def older(self) -> list[Mapping[str, HotSet]]:
-        """The waiting batches' sets, up to the last one without the newest sets."""
+        """The waiting batches' sets, up to the last batch that doesn't have the newest sets."""
         batches = [other() for other in self._still_waiting()]
         sets = [batch.ids.hot_sets for batch in batches if batch is not None]
         sets += self._before_newest
@@ -125,7 +125,7 @@ class HotSets:
         return [batch for batch in self._waiting if batch() is not None]
 
     def check(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Raise unless there is room for these sets; those of other modules' tables are ignored."""
+        """Raise unless the sets fit their tables; sets of other modules' tables are ignored."""
         for name, hot_set in self._own(hot_sets).items():
             num_slots = self._num_slots[name]
             if self._rows_of is None:
@@ -144,13 +144,13 @@ class HotSets:
         self.newest = self._ids()
 
     def name_ids(self, hot_sets: Mapping[str, HotSet], rows_of: "RowsOf") -> None:
-        """Let these sets, and later ones, name ids instead of rows."""
+        """Interpret these sets, and later ones, as ids instead of rows."""
         self._rows_of = rows_of
         self.renew(hot_sets)
         self.held = self.newest
 
     def follow_map(self) -> None:
-        """Let new batches use the rows that the sets' ids have now; the map may have changed."""
+        """Let new batches use the current rows of the sets' ids, as the map may have changed."""
         ids = self._ids()
         rows = zip(ids.by_table.values(), self.newest.by_table.values(), strict=True)
         if not all(torch.equal(new, old) for new, old in rows):
@@ -174,7 +174,7 @@ class HotSets:
 
 @dataclass(frozen=True)
 class HotSlice:
-    """One column shard's hot rows: column-wise tables have a row-wise moment per column shard."""
+    """One column shard's hot rows: column-wise tables have one row-wise moment per column shard."""
 
     table: str
     num_rows: int
@@ -183,7 +183,7 @@ class HotSlice:
     features: tuple[str, ...]
     data_type: DataType
     is_sequence: bool
-    """True for a row per id, false for a sum per bag."""
+    """True for one row per id, false for one sum per bag."""
 
 
 def hot_slices(
@@ -214,7 +214,7 @@ def hot_slices(
 
 
 class HotTbe:
-    """Holds replicas that share an optimizer and a data type, in one fused kernel."""
+    """Holds replicas with the same optimizer and data type in one fused kernel."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class HotTbe:
         self.slices = list(slices)
         """The kernel's tables."""
         on_cpu = device.type == "cpu"
-        # Merged over all ranks the moments are exact: no moment scale here.
+        # Moments merged over all ranks are exact: no moment scale here.
         own = {name: value for name, value in fused_params.items() if name not in OWN_PARAMS}
         precision = data_type_to_sparse_type(slices[0].data_type)
         tbe = Tbe(
@@ -257,22 +257,22 @@ class HotTbe:
             peers,
             codec,
         )
-        """The kernel, and the gradients that wait for their merge."""
+        """The kernel, and its gradients until they are merged."""
 
     def shards(self) -> list[TableShard]:
-        """Return the slices, whose rows are the hot sets' slots."""
+        """Return the slices as shards, whose rows are the hot sets' slots."""
         pairs = zip(self.slices, table_tensors(self.capture.tbe), strict=True)
         return [TableShard(hot.table, 0, hot.column, tensors) for hot, tensors in pairs]
 
     def lookup(self, batch: HotBatch, *, is_training: bool) -> dict[str, torch.Tensor]:
-        """Look up each feature's hot rows, columns joined: summed by bag, or one per id."""
+        """Look up each feature's hot rows, columns joined: summed per bag, or one per id."""
         looked_up = [(hot, name) for hot in self.slices for name in hot.features]
         hot_features = [batch.features[name] for _, name in looked_up]
         ids = torch.cat([feature.slots for feature in hot_features])
         lengths = torch.cat([feature.lengths for feature in hot_features])
         offsets = starts_of(lengths)
         parts = [feature.weights for feature in hot_features if feature.weights is not None]
-        # A batch's weights mean nothing to sequences.
+        # Sequences ignore a batch's weights.
         weights = torch.cat(parts) if parts and not self.slices[0].is_sequence else None
         tbe = self.capture.tbe
         run = without_update(tbe, lambda: tbe(ids, offsets, weights), is_training=is_training)
@@ -325,11 +325,11 @@ class HotRows(Stage):
         ]
         """The kernels that hold the replicas."""
         self.sets = HotSets(configs, tables, device)
-        # Until they are read from home, the replicas hold nothing.
+        # The replicas are empty until they are read from home.
         self._stale = True
         self._dirty = False
         self._in_backward: tuple[int, HotIds | None] = -1, None
-        """The latest backward, and the hot ids of its lookups."""
+        """The latest backward, and its lookups' hot ids."""
         self._keep_homes_exactly()
 
     def action(self) -> GradientSyncAction:
@@ -356,16 +356,16 @@ class HotRows(Stage):
         """Load the rows that were hot when the batch was split.
 
         Collectives:
-            As in `Tables2D.complete_state`, if the replicas hold other rows, as after a refresh.
+            `Tables2D.complete_state`'s, if the replicas hold other rows, as after a refresh.
         """
         if notes.hot is not None:
             self._hold(notes.hot.ids)
 
     def before_accumulating(self) -> None:
-        """Load a refresh's rows now; later the state can't be completed.
+        """Load a refresh's rows now, because the state can't be completed later.
 
         Collectives:
-            As in `before_lookup`.
+            `before_lookup`'s.
         """
         self._hold(self.sets.newest)
 
@@ -384,7 +384,7 @@ class HotRows(Stage):
             notes.hot_output |= tbe.lookup(notes.hot, is_training=notes.is_training)
 
     def before_backward(self, notes: BatchNotes) -> None:
-        """Load the rows that the lookup read; meanwhile others may have been loaded."""
+        """Load the rows that the lookup read, as others may have been loaded since."""
         (last, last_ids), number = self._in_backward, running_backward()
         self._in_backward = number, getattr(notes.hot, "ids", None)
         if last == number and last_ids is not self._in_backward[1]:
@@ -401,13 +401,13 @@ class HotRows(Stage):
         self._keep_homes_exactly()
 
     def kernels(self) -> list[Tbe]:
-        """Return the FBGEMM modules of these kernels."""
+        """Return the FBGEMM modules of the replicas' kernels."""
         return [tbe.capture.tbe for tbe in self.tbes]
 
     def replicas(
         self, rows: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[TableShard, torch.Tensor, torch.Tensor]]:
-        """Yield each hot slice, the slots in which it holds some of these rows, and which ones."""
+        """Yield each hot slice, its slots that hold some of these rows, and a flag for each row."""
         for replica in self._replicas():
             if replica.table in rows:
                 held = self.sets.held.by_table[replica.table]
@@ -420,18 +420,18 @@ class HotRows(Stage):
 
     @torch.no_grad()
     def before_read(self) -> None:
-        """Copy the replicas into this rank's shards, if they are newer."""
+        """Copy the replicas into this rank's shards if they are newer."""
         if not self._dirty:
             return
         for replica, home, slots, rows in self._homes():
             for name, tensor in home.items():
-                # Unseen by autograd: no lookup reads a hot row at home.
+                # Hidden from autograd: no lookup reads a hot row at home.
                 tensor.data[rows] = replica[name][slots]
         self._dirty = False
 
     @torch.no_grad()
     def before_use(self) -> None:
-        """Fill the replicas from the sharding group's shards, if those are newer.
+        """Fill the replicas from the sharding group's shards if these are newer.
 
         Collectives:
             One all-reduce per hot table's weight and state on the "shard" axis: owners
@@ -450,7 +450,7 @@ class HotRows(Stage):
         self._stale = self._dirty = False
 
     def _keep_homes_exactly(self) -> None:
-        """Let no hot row be rounded where it is written home."""
+        """Keep hot rows from being rounded when they are written home."""
         for _, home, _, rows in self._homes():
             weight = home["weight"]
             if isinstance(weight, EightBitRows):
@@ -490,11 +490,11 @@ class HotRows(Stage):
 def _by_kernel(
     slices: Sequence[HotSlice], fused_params: Mapping[str, dict[str, Any]]
 ) -> list[list[HotSlice]]:
-    """Group slices by TBE: equal optimizer, data type and, for sequences, width."""
+    """Group slices by TBE: same optimizer, data type and, for sequences, width."""
     grouped: dict[str, list[HotSlice]] = defaultdict(list)
     for hot in slices:
         params = sorted(fused_params[hot.table].items())
-        # A kernel's sequences have one width.
+        # A kernel's sequences share one width.
         width = hot.num_columns if hot.is_sequence else None
         grouped[repr((params, hot.data_type, width))].append(hot)
     return list(grouped.values())

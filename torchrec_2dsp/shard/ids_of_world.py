@@ -1,4 +1,4 @@
-"""`IdsOfWorld`: the ids of all ranks' batches, which each rank's id maps see."""
+"""`IdsOfWorld`: the ids of all ranks' batches, as seen by each rank's id maps."""
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -18,13 +18,13 @@ from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
 from torchrec_2dsp.errors import ConfigError, InputError, SyncError, TwoDError
 
 MAX_IN_FLIGHT = 62
-"""The number of batches in flight that ranks can name, each by a bit of an int64."""
+"""The number of batches in flight that ranks can name, one bit of an int64 each."""
 Mark = tuple[bool, bool]
-"""A rank's facts on a batch in flight: a new one is equal to it; and it is gone."""
+"""A rank's flags for a batch in flight: a new batch is equal to it; it is gone."""
 
 
 class Contents(NamedTuple):
-    """A copy of a batch; of bytes, as a weight that isn't a number is unequal to itself."""
+    """A copy of a batch as bytes, because a NaN weight is unequal to itself."""
 
     form: tuple[Any, ...]
     as_bytes: list[torch.Tensor]
@@ -41,27 +41,27 @@ class Contents(NamedTuple):
         return cls(form, [part.view(torch.uint8) for part in copies])
 
     def equals(self, other: "Contents | None") -> bool:
-        """Tell whether another batch holds the same."""
+        """Tell whether another batch has the same contents."""
         others = other.as_bytes if other and other.form == self.form else []
         return bool(others) and all(map(torch.equal, self.as_bytes, others))
 
 
 class Gathered(NamedTuple):
-    """The ranks' facts on their batches, equal on all of them."""
+    """The ranks' facts about their batches, equal on all ranks."""
 
     hour: int
-    """The first rank's."""
+    """The first rank's hour."""
     ids: Mapping[str, torch.Tensor]
-    """Each feature's ids on all ranks, in rank order; none if the model is evaluated, if a
-    rank's batch can't be right, or if the maps have seen them."""
+    """Each feature's ids on all ranks, in rank order; empty if the model is evaluated, if a
+    rank's batch is invalid, or if the maps have seen them."""
     again: int | None
-    """The batch in flight that the new one is on all ranks, the oldest of several."""
+    """The batch in flight that equals the new one on all ranks, the oldest if there are several."""
     gone: int
     """A bit for each batch in flight, set if it is gone on some rank."""
 
 
 class IdsOfWorld:
-    """Sends ids between all ranks, in a group of its own."""
+    """Sends ids between all ranks, in its own group."""
 
     def __init__(self, groups: MeshGroups, device: torch.device) -> None:
         self._board = groups.board
@@ -80,24 +80,24 @@ class IdsOfWorld:
         in_flight: Sequence[Mark],
         fingerprint: int,
     ) -> Gathered:
-        """Gather the ranks' ids, unless the maps have seen the batches of all ranks.
+        """Gather the ranks' ids, unless the maps have seen all ranks' batches.
 
         Args:
             own: each feature's ids on this rank.
-            maps: the map of each feature.
-            is_training: whether the model is trained.
-            is_right: whether the tables won't refuse this rank's batch.
-            in_flight: marks of the batches in flight, oldest first, in one order on all ranks.
-            fingerprint: of all maps.
+            maps: each feature's map.
+            is_training: True if the model is trained.
+            is_right: True if the tables won't refuse this rank's batch.
+            in_flight: marks of the batches in flight, oldest first, in the same order on all ranks.
+            fingerprint: a fingerprint of all maps.
 
         Raises:
-            ConfigError: some ranks train, and others evaluate.
-            InputError: a map can't have an id.
+            ConfigError: some ranks train while others evaluate.
+            InputError: a map can't take an id.
             SyncError: the maps differ.
 
         Collectives:
             An all-gather of 8 bytes per feature and 72 more, waited for; in training an all-to-all
-            of ids, in as few bytes as the largest one needs, waited for.
+            of ids, in as few bytes as the largest id needs, waited for.
         """
         ids = torch.cat(list(own.values()))
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)

@@ -1,10 +1,10 @@
-"""Initial tables that are the same however they are sharded.
+"""Initial tables that don't depend on the sharding.
 
-TorchRec lets each shard draw its own numbers, so one seed gives other tables on each mesh. Here a
-table is cut into blocks of rows, and each block is drawn by itself, from a seed that follows from
-the user's, the table's name and the block's number. A rank draws the blocks in which it has rows.
+In TorchRec each shard draws its own numbers, so a seed's tables differ between meshes. Here a
+table is cut into blocks of rows, each drawn separately with a seed derived from the user's seed,
+the table's name and the block's number. A rank draws the blocks in which it has rows.
 
-`EvictedRows` gives initial values to rows that get another id, with managed collisions.
+`EvictedRows` resets rows that get another id, with managed collisions.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from torchrec_2dsp.shard.row_exchange.stages import RowArrangement
 from torchrec_2dsp.shard.stages import BatchNotes, Stage
 
 BLOCK_ROWS = 1024
-"""Rows of a block: few enough that a shard draws little that isn't its own, and enough that
-seeding takes no time."""
+"""The rows in a block: few enough that a shard draws little beyond its own rows, and enough
+that seeding takes no time."""
 
 
 def checked_seed(seed: int | None) -> int | None:
@@ -38,13 +38,13 @@ def checked_seed(seed: int | None) -> int | None:
 
 
 def is_drawn_alike(module: Any) -> bool:
-    """Return whether TorchRec draws all rows of a module's tables alike, so that any may be any."""
+    """Return whether TorchRec draws all rows of the module's tables alike, so that any may swap."""
     on_meta = all(weight.is_meta for weight in module.parameters())
     return on_meta and all(_is_uniform(config.init_fn) for config in configs_of(module))
 
 
 def _is_uniform(init_fn: Any) -> bool:
-    """Return whether this is what a table config has by default."""
+    """Return whether ``init_fn`` is a table config's default."""
     is_uniform = isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_
     return is_uniform and not init_fn.args and init_fn.keywords.keys() == {"a", "b"}
 
@@ -81,7 +81,7 @@ def draw_whole_tables_(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) -> None:
-    """Draw a table's part from ``row`` and ``column`` on, in place."""
+    """Draw a table's part that starts at ``row`` and ``column``, in place."""
     num_rows, num_columns = part.shape
     end = row + num_rows
     for first in range(row - row % BLOCK_ROWS, end, BLOCK_ROWS):
@@ -93,7 +93,7 @@ def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int
 
 
 def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
-    """Return a table block's initial values. Seeds the CPU's generator."""
+    """Return a table block's initial values; seeds the CPU's generator."""
     size = min(BLOCK_ROWS, config.num_embeddings - number * BLOCK_ROWS)
     return _drawn(config, f"{seed}, {config.name}, {number}", size)
 
@@ -101,7 +101,7 @@ def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
 def drawn_rows(config: Any, seed: int, number: int, num_rows: int) -> torch.Tensor:
     """Return new initial values for rows that an id map has given to other ids.
 
-    ``number`` is the batch's. The CPU's generator stays as it is.
+    ``number`` is the batch's number. The CPU's generator stays unchanged.
     """
     with torch.random.fork_rng(devices=[]):
         return _drawn(config, f"{seed}, {config.name}, evicted {number}", num_rows)
@@ -118,8 +118,8 @@ def _drawn(config: Any, text: str, num_rows: int) -> torch.Tensor:
 class EvictedRows(Stage):
     """Resets the rows that a batch's id maps have given to other ids.
 
-    A reset row has a new initial value, drawn alike on all ranks, and no moments. It comes after
-    all updates by earlier batches, and before the batch is looked up.
+    A reset row has a new initial value, equal on all ranks, and no moments. The reset comes after
+    all earlier batches' updates, and before the batch is looked up.
     """
 
     def __init__(
@@ -139,17 +139,17 @@ class EvictedRows(Stage):
         self._seed = seed
 
     def before_accumulating(self) -> None:
-        """Refuse to accumulate: gradients for an evicted id would change the row's next owner."""
+        """Refuse to accumulate: an evicted id's gradients would change the row for its next id."""
         raise UnsupportedError(
             "accumulate() doesn't know managed collisions, which may give a row to another id "
             "while gradients for the first one wait; use larger batches"
         )
 
-    # The first lookup may be in inference mode, whose tensors can't be changed afterwards.
+    # The first lookup may be in inference mode, whose tensors can't be changed later.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Reset the rows; all earlier stages have applied what was pending."""
+        """Reset the rows; earlier stages have already applied all pending updates."""
         evictions, notes.evictions = notes.evictions, []
         for eviction in evictions:
             if eviction.rows.keys() & self._configs.keys():
@@ -176,7 +176,7 @@ class EvictedRows(Stage):
             _write(shard, slots, values[shard.table].to(shard.device)[is_hot])
 
     def _places(self, shard: TableShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows' places in a shard, and which rows it has."""
+        """Return the rows' places in a shard, and a flag for each row that it has."""
         if self._arrangement is not None:
             rows = self._arrangement.positions(shard.table, rows)
         places = rows - shard.row
@@ -191,7 +191,7 @@ def _write(shard: TableShard, places: torch.Tensor, values: torch.Tensor) -> Non
     for name, tensor in shard.tensors.items():
         if name == "weight":
             columns = slice(shard.column, shard.column + tensor.shape[1])
-            # Unseen by autograd, like an update.
+            # Hidden from autograd, like an update.
             tensor.data[places] = values[:, columns].to(tensor.dtype)
         elif name not in UNSYNCED_STATES:
             tensor.data[places] = 0

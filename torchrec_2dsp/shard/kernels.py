@@ -1,4 +1,4 @@
-"""Fused embedding kernels whose backward can be captured, their optimizer and their lookups.
+"""Fused embedding kernels whose backward can be captured, with their optimizer and lookups.
 
 They are TorchRec's kernels: storage, state names and the fused update are stock.
 """
@@ -64,7 +64,7 @@ MOMENT_SCALE = "moment_scale"
 ROUNDING_SEED = "rounding_seed"
 STORED_AS = "stored_as"
 OWN_PARAMS = (MOMENT_SCALE, ROUNDING_SEED, STORED_AS)
-"""The fused parameters that the kernels take besides FBGEMM's own."""
+"""The fused parameters that the kernels take in addition to FBGEMM's."""
 _IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM
 
 
@@ -87,11 +87,11 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
         self._group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hand the learning rate to the kernel, as TorchRec's optimizer does here."""
+        """Pass the learning rate to the kernel, as TorchRec's optimizer does here."""
         self._set_learning_rate()
 
     def step(self, closure: Any = None) -> None:
-        """Hand the learning rate to the kernel; the update itself ran in the backward."""
+        """Pass the learning rate to the kernel; the update itself ran in the backward."""
         self._set_learning_rate()
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
@@ -109,12 +109,12 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
 
 
 class _CapturingKernel:
-    """Adds to both kernels the moment scale, and a lookup whose backward is captured."""
+    """Adds the moment scale and a capturable backward to both kinds of kernels."""
 
     _stored_as = RowStorage.PLAIN
 
     def _storing(self, config: GroupedEmbeddingConfig) -> AbstractContextManager[object]:
-        """Return the context for TorchRec's own part, which makes weights that may be replaced."""
+        """Return the context for TorchRec's constructor, in which weights may stay unwritten."""
         named = (config.fused_params or {}).get(STORED_AS, RowStorage.PLAIN.value)
         vars(self)["_stored_as"] = storage = RowStorage(named)
         sizes = [table.local_rows * table.local_cols for table in config.embedding_tables]
@@ -122,7 +122,7 @@ class _CapturingKernel:
 
     @torch.no_grad()
     def init_parameters(self) -> None:
-        """Draw the tables, as TorchRec does, where they are kept."""
+        """Draw the tables as TorchRec does, in the rows' storage format."""
         if self._stored_as is RowStorage.INT8:
             specs, device = self.tbe.embedding_specs, torch.device(self.tbe.current_device)
             stores = [RowStore.zeros(num_rows, dim, device) for num_rows, dim, *_ in specs]
@@ -160,7 +160,7 @@ class _CapturingKernel:
     def capture_rows(
         self, peers: Peers | None, codec: RowCodec, *, may_send_tables: bool = False
     ) -> RowCapture:
-        """Capture backwards from now on, to merge them over ``peers``, if any."""
+        """Capture backwards from now on, and merge them over ``peers``, if any."""
         tables = [table.name for table in self.table_configs]
         self._capture = RowCapture(
             self.tbe, tables, peers=peers, codec=codec, may_send_tables=may_send_tables
@@ -207,14 +207,14 @@ class _CapturingKernel:
     @cached_property
     @torch.inference_mode(mode=False)
     def _direct(self) -> DirectLookup | None:
-        """A lookup that a rule updates, made when it is first used, on the kernel's device."""
+        """A lookup that a rule updates, created on first use, on the kernel's device."""
         rule = rule_for(self.tbe)
         return None if rule is None else DirectLookup(self.tbe, rule)
 
     def _updating(
         self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run a forward whose backward updates at once."""
+        """Run a forward whose backward updates immediately."""
         if self._direct is not None and updates_by_rule(self.tbe):
             return self._direct.lookup(run, weights)
         output = run()
@@ -233,7 +233,7 @@ class _CapturingKernel:
         return output
 
     def _zeros(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the output without rows, which FBGEMM's CPU kernels can't look up."""
+        """Return the output for no rows, which FBGEMM's CPU kernels can't look up."""
         shape = tbe_shape(self.tbe)
         dims = [shape.table_dims[table] for table in shape.feature_tables]
         size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
@@ -245,7 +245,7 @@ class _CapturingKernel:
         self._update_watchers.append(watcher)
 
     def tell_write(self, rows: list[torch.Tensor]) -> None:
-        """Tell the watchers of updates which rows of each table are about to be written."""
+        """Tell the update watchers which rows of each table are about to be written."""
         for watcher in self._update_watchers:
             watcher(lambda: rows)
 
@@ -325,23 +325,23 @@ def _kernel_config(
         for name in ("learning_rate", "eps"):
             params[name] = to_kernel_units(params[name], scale)
     if any(table.compute_kernel is _IN_HOST_MEMORY for table in config.embedding_tables):
-        # Managed memory is moved by the driver, and may ask for more than a GPU can bring back.
+        # The driver moves managed memory, and may request more than a GPU can bring back.
         params.setdefault("uvm_host_mapped", True)
     return replace(config, fused_params=params)
 
 
 def _with_grids_of_one_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
-    """Return ``config`` such that TorchRec's fused optimizer recognises grids.
+    """Return ``config`` changed so that TorchRec's fused optimizer recognises grids.
 
-    It takes a shard for a grid's if it has neither all columns nor all rows. With one row, one
-    shard per column block has all rows, and would number its moments unlike ranks without rows.
+    TorchRec takes a shard as a grid's if it has neither all columns nor all rows. With one row,
+    one shard per column block has all rows, and would number its moments unlike ranks without rows.
     """
     tables = []
     for table in config.embedding_tables:
         shards = table.global_metadata.shards_metadata if table.global_metadata else []
         blocks = {shard.shard_offsets[1] for shard in shards}
         if table.num_embeddings == 1 and 1 < len(blocks) < len(shards):
-            # TorchRec uses the row count for nothing else there.
+            # TorchRec doesn't use the row count for anything else there.
             table = replace(table, num_embeddings=2)
         tables.append(table)
     return config if tables == config.embedding_tables else replace(config, embedding_tables=tables)
@@ -373,7 +373,7 @@ Lookup = TypeVar("Lookup", PooledLookup, SequenceLookup)
 def make_lookup(
     kind: type[Lookup], facts: ShardingFacts, device: torch.device | None, **of_kind: Any
 ) -> Lookup:
-    """Make a sharding's lookup on this rank; ``of_kind`` are further arguments of its kind."""
+    """Build a sharding's lookup on this rank; ``of_kind`` are further arguments for its kind."""
     device = facts.device if device is None else device
     lookup = kind(
         grouped_configs=facts.configs, pg=facts.group, device=device, env=facts.env, **of_kind

@@ -1,14 +1,14 @@
 """Managed collisions: unbounded ids, mapped to rows by one map for the whole world.
 
 Each rank holds TorchRec's own id maps, unsharded. Before ids travel to tables, all ranks send each
-other the ids of their batches, so that every map sees the batches of the world in rank order and
-stays equal to all others, and to that of an unsharded model. Then a rank maps its own ids.
+other their batches' ids, so that every map sees the world's batches in rank order and
+stays equal to all other ranks' maps and to an unsharded model's. Then each rank maps its own ids.
 
     rank 0:  ids 7, 9  \\                    / map of 7, 9, 4    7, 9 -> rows 0, 1
                         - ids of all ranks -
     rank 1:  ids 4, 9  /                    \\ map of 7, 9, 4    4, 9 -> rows 2, 1
 
-What a map evicts is reset on all copies, see `EvictedRows`.
+Rows that a map evicts are reset in all copies, see `EvictedRows`.
 """
 
 import gc
@@ -50,14 +50,14 @@ _LABEL = "## map ids ##"
 
 
 class _MapState(NamedTuple):
-    """What a batch may change in an id map."""
+    """The parts of an id map that a batch may change."""
 
     buffers: Mapping[str, torch.Tensor]
     history: History
 
     @classmethod
     def of(cls, id_map: IdMap) -> "_MapState":
-        """Copy a map's state, before the map sees a batch."""
+        """Copy a map's state before the map sees a batch."""
         buffers = id_map.module.state_dict()
         changing = {name: buffers[name].clone() for name in id_map.changing()}
         return cls(changing, id_map.history())
@@ -65,22 +65,22 @@ class _MapState(NamedTuple):
 
 @dataclass(eq=False)
 class MappedBatch:
-    """A batch whose ids were mapped."""
+    """A batch with mapped ids."""
 
     features: KeyedJaggedTensor
     """The batch, with row ids."""
     context: "weakref.ref[MappedContext]"
-    """The context that it was mapped for."""
+    """The context that the batch was mapped for."""
     forward: "weakref.ref[Any]"
     """The forward that an attached pipeline had given the module: one object for its batches."""
     contents: Contents | None
-    """A copy of what the batch held, if it's a pipeline's: then it may come again."""
+    """A copy of the batch's contents if it's a pipeline's, because the batch may come again."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
     before: "Mapping[str, _MapState]" = field(default_factory=dict)
-    """The maps as they were before, if a pipeline will look the batch up."""
+    """The maps' earlier state, if a pipeline will look the batch up."""
     is_over: bool = False
-    """True if its pipeline is gone or has left it out, so that it is mapped anew if it comes."""
+    """True if its pipeline is gone or has dropped it, so that it is mapped anew if it returns."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -90,18 +90,18 @@ class MappedBatch:
 
 @dataclass
 class MappedContext(Multistreamable):
-    """A batch's context in the tables, and what its ids were mapped to."""
+    """A batch's context in the tables, with its mapped ids."""
 
     of_tables: Any
     mapped: MappedBatch | None = None
     given: Any = None
-    """The batch as the module got it."""
+    """The batch as the module received it."""
     is_at_once: bool = False
     """True if the batch is looked up as soon as its ids have travelled, without a pipeline."""
 
     @property
     def sharding_contexts(self) -> list[Any]:
-        """The tables' contexts, in which TorchRec's pipelines note what they exchange."""
+        """The tables' contexts, in which TorchRec's pipelines note their exchanges."""
         return getattr(self.of_tables, "sharding_contexts", [])
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -124,14 +124,14 @@ class ShardedManagedCollisions2D(TablesAndMore):
         resets: bool,
         init_seed: int,
     ) -> None:
-        """Put maps before a sharded collection, whose hot rows are chosen by ids."""
+        """Put maps before a sharded collection; ``hot_ids`` name its hot rows by ids."""
         super().__init__(module, sharded)
         configs = table_configs(module)
         self._maps: dict[str, IdMap] = {
             table: id_map_of(of_table).copied_to(device)
             for table, of_table in id_maps_of(module).items()
         }
-        # Both under TorchRec's names, which those in a state dict begin with.
+        # Both are under TorchRec's names, with which names in a state dict begin.
         self._embedding_module: Any = sharded
         self._managed_collision_collection: Any = ManagedCollisionCollection(
             {table: id_map.module for table, id_map in self._maps.items()}, configs
@@ -150,11 +150,11 @@ class ShardedManagedCollisions2D(TablesAndMore):
             part.tables.hot_sets.name_ids(hot_ids, self._owned_rows)
         self._note_new_rows()
         self._waiting: list[MappedBatch] = []
-        """Batches that the maps have seen, and whose evicted rows weren't reset yet."""
+        """Batches that the maps have seen, and whose evicted rows haven't been reset yet."""
         self._in_flight: list[MappedBatch] = []
-        """Batches that a pipeline has distributed, and not looked up yet; alike on all ranks."""
+        """Batches that a pipeline has distributed but not looked up yet; the same on all ranks."""
         self._attached, self._has_gone_on = self._forward_now(), False
-        """The attached forward, and whether no batch comes again to it."""
+        """The attached forward, and whether no earlier batch can come to it again."""
         self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
         self.register_state_dict_pre_hook(lambda *_: self._reset_dropped())
         self.register_state_dict_post_hook(_show_trained_maps)
@@ -162,11 +162,11 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self.register_load_state_dict_post_hook(lambda *_: self._after_load())
 
     def create_context(self) -> MappedContext:
-        """Make a batch's context."""
+        """Create a batch's context."""
         return MappedContext(self._embedding_module.create_context())
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:
-        """Look up a batch at once, beside those that a detached pipeline holds."""
+        """Look up a batch immediately, independently of those that a detached pipeline holds."""
         ctx = self.create_context()
         ctx.is_at_once = True
         arrived = self.input_dist(ctx, *input, **kwargs).wait().wait()
@@ -178,7 +178,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """Map the batch's ids, then distribute them.
 
         Collectives:
-            As in `IdsOfWorld.gathered`, then the tables'.
+            `IdsOfWorld.gathered`'s, then the tables'.
         """
         ctx.given = features
         with record_function(_LABEL):
@@ -186,7 +186,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return self._embedding_module.input_dist(ctx.of_tables, ctx.mapped.features)
 
     def compute_and_output_dist(self, ctx: MappedContext, input: Any) -> Any:
-        """Reset what was evicted, then look up in the tables.
+        """Reset evicted rows, then look up in the tables.
 
         Collectives:
             The tables'.
@@ -198,7 +198,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             part_ctx.notes.evictions = [batch.eviction for batch in due if batch.eviction]
         output = self._embedding_module.compute_and_output_dist(ctx.of_tables, input)
         self._in_flight = [batch for batch in self._in_flight if batch is not ctx.mapped]
-        # Only now: a batch that was refused has reset nothing.
+        # Only now, because a refused batch resets nothing.
         self._waiting = self._waiting[len(due) :]
         return output, self._features_of(ctx)
 
@@ -207,13 +207,13 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._note_attached()
         # Also in contiguous memory, in which TorchRec sums the lengths of variable sizes.
         bags = distinct_bags(features, self._features)
-        # A batch that can't be right is refused by the tables, on all ranks.
+        # The tables refuse an invalid batch, on all ranks.
         is_right = bags.error is None and self._form.error_in(bags.features) is None
         no_ids = features.lengths().new_empty(0, dtype=torch.int64)
         own, places, contents = dict.fromkeys(self._features, no_ids), {}, None
         is_training = self._managed_collision_collection.training
         if is_right:
-            # Not the bounds that the batch remembers, whose memory may have been filled again.
+            # Not the batch's cached bounds: its memory may have been refilled.
             bounds = [0, *ids_per_feature(bags.features).cumsum(0).tolist()]
             places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
             own = self._hashed(features, places)
@@ -236,7 +236,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         if not ctx.is_at_once:
             self._in_flight = [*self._in_flight, mapped][-MAX_IN_FLIGHT:]
             self._has_gone_on |= bool(gathered.ids)
-        # What is evaluated before the batches of another pipeline sees the maps to which the
+        # An evaluation before another pipeline's batches sees the maps to which the
         # tables' rows belong.
         maps = {} if is_training else self.maps_before_waiting(elsewhere=not ctx.is_at_once)
         if gathered.ids:
@@ -249,7 +249,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return mapped
 
     def _note_attached(self) -> None:
-        """Note whether another pipeline is attached now, or none."""
+        """Note whether another pipeline, or none, is attached now."""
         now = self._forward_now()
         if now is self._attached:
             return
@@ -257,11 +257,11 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._free_pipelines()
 
     def _marks(self, ctx: MappedContext, contents: Contents | None) -> list[Mark]:
-        """Return what this rank knows of the batches in flight, beside a new one.
+        """Return this rank's marks of the batches in flight, compared with a new batch.
 
-        Those of a detached, dropped or reset pipeline may come again before others do, in other
-        objects: a loop may build the features anew at each access, or fill memory again. What is
-        evaluated changes no map, and is mapped anew, but by a pipeline that has distributed it.
+        Batches of a detached, dropped or reset pipeline may come again before others, in other
+        objects: a loop may rebuild the features at each access, or refill memory. An evaluated
+        batch changes no map, and is mapped anew, except by a pipeline that has distributed it.
         """
         marks, is_attached_again = [], distributed_again(self, ctx)
         for batch in self._in_flight:
@@ -275,7 +275,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return marks
 
     def _again(self, ctx: MappedContext, batch: MappedBatch, given: Any) -> MappedBatch:
-        """Return a batch that was mapped, for this context; its pipeline left out older ones."""
+        """Return an already mapped batch for this context; its pipeline has dropped older ones."""
         for older in takewhile(lambda older: older is not batch, self._in_flight):
             older.is_over |= older.forward is batch.forward
         self._forget()
@@ -286,12 +286,12 @@ class ShardedManagedCollisions2D(TablesAndMore):
             if other.forward is forward:
                 other.forward = self._attached
         batch.context = weakref.ref(ctx)
-        # Its lengths may be gone from the memory in which it came first.
+        # The memory of its lengths may have been reused since it first came.
         batch.features = _with_values(given, batch.features.values())
         return batch
 
     def _forward_now(self) -> "weakref.ref[Any]":
-        # A forward holds the pipeline's contexts, which end with the pipeline.
+        # A forward holds the pipeline's contexts, which are freed with the pipeline.
         return weakref.ref(vars(self).get("forward", self))
 
     def _hashed(
@@ -302,7 +302,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return {name: of.hashed(values[places[name]]) for name, of in self._map_of.items()}
 
     def _profile(self, ids: Mapping[str, torch.Tensor], hour: int, *, is_at_once: bool) -> Eviction:
-        """Let the maps see the ids of all ranks; return the rows that they have evicted."""
+        """Let the maps see all ranks' ids; return the rows that they have evicted."""
         evicted, has_changed = {}, False
         for table, id_map in self._maps.items():
             of_table = [ids[name] for name in self._features if self._table_of[name] == table]
@@ -323,7 +323,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         places: Mapping[str, slice],
         maps: Mapping[str, _MapState],
     ) -> KeyedJaggedTensor:
-        """Return the batch with row ids, in the form that it has."""
+        """Return the batch with row ids, in the same form."""
         values = features.values().clone()
         for feature in self._features:
             table = self._table_of[feature]
@@ -355,7 +355,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             batch.before = {}
 
     def _reset_dropped(self) -> None:
-        """Reset what dropped batches have evicted, as the maps that state dicts show have."""
+        """Reset rows evicted by dropped batches, because state dicts show the maps after these."""
         self._free_dropped()
         due = self._due()
         self._waiting = self._waiting[len(due) :]
@@ -365,22 +365,22 @@ class ShardedManagedCollisions2D(TablesAndMore):
             evicted_rows.before_lookup(BatchNotes(evictions=evictions))
 
     def _free_dropped(self) -> None:
-        """Note which batches are gone with their pipelines."""
+        """Note which batches have gone with their pipelines."""
         self._free_pipelines()
         for batch in self._in_flight:
             batch.is_over |= not batch.is_in_flight
         self._forget()
 
     def _free_pipelines(self) -> None:
-        """Free pipelines that are gone, which each rank would do at some other time."""
+        """Free unused pipelines now, because each rank would free them at a different time."""
         now = self._forward_now()
         if any(batch.is_in_flight and batch.forward is not now for batch in self._in_flight):
             gc.collect()
 
     def _note_new_rows(self, *, in_step: bool = False) -> None:
-        """Note that ids may have other rows; lookups in one step have the same hot rows."""
+        """Note that ids' rows may have changed; lookups in one step use the same hot rows."""
         prints = [id_map.fingerprint() for id_map in self._maps.values()]
-        # As an int64 number.
+        # Convert to an int64.
         self._fingerprint = (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
         self._hot_rows_lag = in_step
         for part in () if in_step else self._parts:
@@ -391,13 +391,13 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return self._maps[table].owned_rows(self._maps[table].hashed(ids))
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yield what data parallelism leaves alone: tables, and maps, which are equal anyway."""
+        """Yield the names that data parallelism skips: tables, and maps, which are equal anyway."""
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, _TABLES))
         maps = self._managed_collision_collection.named_buffers(append_prefix(prefix, _MAPS))
         yield from (name for name, _ in maps)
 
     def _before_load(self, state: dict[str, Any], prefix: str) -> None:
-        """Refuse other maps under mapped batches; keep the maps if a state has none."""
+        """Refuse other maps while mapped batches wait; keep the maps if a state has none."""
         self._loads_maps = any(name.startswith(f"{prefix}{_MAPS}.") for name in state)
         if not self._loads_maps:
             state |= self._managed_collision_collection.state_dict(prefix=f"{prefix}{_MAPS}.")
@@ -410,14 +410,14 @@ class ShardedManagedCollisions2D(TablesAndMore):
             )
 
     def _after_load(self) -> None:
-        """Let loaded maps go on as TorchRec's do after a load."""
+        """Continue with loaded maps as TorchRec's do after a load."""
         if self._loads_maps:
             self._waiting, self._in_flight = [], []
             self.set_histories(dict.fromkeys(self._maps, NO_HISTORY))
             self._note_new_rows()
 
     def histories(self) -> dict[str, History]:
-        """Return what maps remember beside their buffers, by table, as far as was trained."""
+        """Return the maps' state beside their buffers, by table, as of the last trained batch."""
         self._free_dropped()
         before = self.maps_before_waiting()
         return {
@@ -433,7 +433,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
     def maps_before_waiting(self, *, elsewhere: bool = False) -> Mapping[str, _MapState]:
         """Return the maps before the oldest batch that a pipeline still has to look up.
 
-        With ``elsewhere``, pipelines are meant that aren't the attached one.
+        With ``elsewhere``, only pipelines other than the attached one count.
         """
         now = self._forward_now()
         waiting = [
@@ -442,7 +442,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             if batch.before and not (elsewhere and batch.forward is now)
         ]
         oldest = waiting[0] if waiting else {}
-        # Later batches have copied what the older ones didn't change.
+        # Later batches have copied what older ones didn't change.
         return {
             table: _MapState(
                 dict(ChainMap(*(cast(Any, before[table].buffers) for before in waiting))),
@@ -458,7 +458,7 @@ def managed_collisions(model: nn.Module) -> list[ShardedManagedCollisions2D]:
 
 
 def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """Return a batch with other ids, in the form that it has."""
+    """Return a batch with other ids in the same form."""
     sizes: dict[str, Any] = {}
     if features.variable_stride_per_key():
         by_rank = features.stride_per_key_per_rank()
@@ -468,7 +468,7 @@ def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJagg
 
 
 _TABLES, _MAPS = "_embedding_module", "_managed_collision_collection"
-"""TorchRec's names, with which those in a state dict begin."""
+"""TorchRec's names, with which names in a state dict begin."""
 
 
 def _show_trained_maps(

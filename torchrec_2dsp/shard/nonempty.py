@@ -1,8 +1,8 @@
-"""Pooled exchange for non-empty bags: TorchRec's sharding types, without the zeros.
+"""Pooled exchange for non-empty bags: TorchRec's sharding types without the zeros.
 
 TorchRec sends a vector for every bag, even without ids: a sample may have no value, or only hot
-ones. Here such bags are zeros at both ends, which know the bags' lengths. So neither end announces
-what it leaves out. Pooling, shards and their order stay TorchRec's.
+ones. Here both ends fill such bags with zeros. They know the bags' lengths, so neither announces
+the bags that it leaves out. Pooling, shards and their order stay TorchRec's.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from torchrec_2dsp.shard.kernels import PooledLookup
 
 @dataclass(frozen=True)
 class Channel:
-    """Features with one dimension, whose bags travel together."""
+    """Features with the same dim, whose bags travel together."""
 
     dim: int
     features: tuple[tuple[int, ...], ...]
-    """These features' positions in each owner's features."""
+    """These features' positions among each owner's features."""
     is_summed: bool
     """True if all owners have parts that add up to a bag."""
 
     @property
     def num_features(self) -> int:
-        """This channel's output features."""
+        """The number of this channel's output features."""
         return len(self.features[0]) if self.is_summed else sum(map(len, self.features))
 
     @property
@@ -67,15 +67,15 @@ def channels_of(dims: Sequence[Sequence[int]], *, is_summed: bool) -> tuple[Chan
 
 @dataclass(frozen=True)
 class FilledBags:
-    """The local samples' bags with ids in a channel, owner by owner."""
+    """A channel's filled bags of the local samples, owner by owner."""
 
     counts: list[int]
     places: torch.Tensor
-    """Their positions in the output, which is sorted by sample."""
+    """The bags' positions in the output, which is sorted by sample."""
     num_bags: int
-    """Bags in the output, including empty ones."""
+    """The number of bags in the output, including empty ones."""
     sums: RowSum | None
-    """The sums over partial bags; `None` if each comes whole."""
+    """The sums over partial bags; `None` if each bag arrives whole."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -86,10 +86,10 @@ class FilledBags:
 
 @dataclass
 class NonEmptyContext(EmbeddingShardingContext):
-    """TorchRec's batch context in one sharding, with the bags that will come."""
+    """TorchRec's batch context in one sharding, with the bags that will arrive."""
 
     filled: list[FilledBags] = field(default_factory=list)
-    """The bags that will come, channel by channel."""
+    """The bags that will arrive, channel by channel."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -99,7 +99,7 @@ class NonEmptyContext(EmbeddingShardingContext):
 
 
 def find_filled(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
-    """Return a channel's bags with ids."""
+    """Return a channel's filled bags."""
     places = []
     batch_size = lengths[0].shape[1]
     for base, features, of_owner in zip(channel.bases, channel.features, lengths, strict=True):
@@ -115,7 +115,7 @@ def find_filled(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags
 
 
 def filled_bags(lengths: torch.Tensor, features: Sequence[int]) -> torch.Tensor:
-    """Flag bags with ids, in the order in which they travel: `[batch, features]`."""
+    """Flag filled bags, in the order in which they travel: `[batch, features]`."""
     is_all = len(features) == len(lengths)
     chosen_lengths = lengths if is_all else lengths[list(features)]
     return chosen_lengths.t() > 0
@@ -128,11 +128,11 @@ class OwnedBags:
     pooled: torch.Tensor
     """`[samples, columns of all features]`."""
     lengths: torch.Tensor
-    """Ids of each bag, `[features, samples]`."""
+    """The number of ids in each bag, `[features, samples]`."""
 
 
 class NonEmptyLookup(PooledLookup):
-    """A lookup that tells which bags had ids."""
+    """A lookup that also tells which bags had ids."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedBags:  # type: ignore[override]
         """Return all ranks' bags in one batch."""
@@ -144,7 +144,7 @@ class NonEmptyLookup(PooledLookup):
 
 
 class NonEmptyExchange(nn.Module):
-    """TorchRec's output exchange, for bags with ids only."""
+    """TorchRec's output exchange for filled bags only."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class NonEmptyExchange(nn.Module):
         """Start the exchange.
 
         Collectives:
-            One all-to-all for each dimension, waited for by what is returned; one more in the
+            One all-to-all for each dim, waited for by the returned awaitable; one more in the
             backward.
         """
         coming = []
@@ -193,7 +193,7 @@ class NonEmptyExchange(nn.Module):
     def _bags(self, owned: OwnedBags, channel: Channel) -> torch.Tensor:
         """Return a channel's bags, sample by sample: `[bags, dim]`.
 
-        Even without bags they depend on the pooled tensor, so that all ranks have a backward.
+        They depend on the pooled tensor even if there are none, so that all ranks have a backward.
         """
         own_features = channel.features[self._rank]
         pooled = owned.pooled
@@ -206,7 +206,7 @@ class NonEmptyExchange(nn.Module):
 
 
 class ExchangedBags(Awaitable[torch.Tensor]):
-    """Bags in flight, and zeros for empty ones: `[batch, columns of all features]`."""
+    """Bags in flight, with zeros for empty ones: `[batch, columns of all features]`."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class ExchangedBags(Awaitable[torch.Tensor]):
 
 
 class _Taken(torch.autograd.Function):
-    """Selects bags; in the backward the others get no gradient."""
+    """Selects bags; in the backward the other bags get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, bags: torch.Tensor, is_taken: torch.Tensor) -> torch.Tensor:

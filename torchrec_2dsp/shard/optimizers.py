@@ -1,4 +1,4 @@
-"""Fused parameters from the user's optimizer: ours, FBGEMM's or one per parameter."""
+"""Fused parameters from the user's optimizer: this package's, FBGEMM's or one per parameter."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ ON_CPU = frozenset(
         EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
     }
 )
-"""FBGEMM's kernels on a CPU; `needs_rule` says for which others there are rules on tensors."""
+"""The optimizers in FBGEMM's CPU kernels; `needs_rule` tells which others have rules on tensors."""
 
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 _ONLY_ON_CUDA = ("extra_optimizer_config", "optimizer_state_dtypes", "weight_decay_mode")
@@ -60,7 +60,7 @@ _USED_BY = {
     "weight_decay": frozenset(EmbOptimType) - _WITHOUT_DECAY,
     "max_norm": frozenset({EmbOptimType.EXACT_ROWWISE_ADAGRAD}),
 }
-"""The optimizers that use an argument; FBGEMM takes it for all of them."""
+"""The optimizers that use an argument; FBGEMM accepts it for all of them."""
 
 _NOT_FUSED = {
     "amsgrad": "",
@@ -71,7 +71,7 @@ _NOT_FUSED = {
     "maximize": "negate the loss, ",
     "nesterov": "",
 }
-"""Arguments of torch's optimizers that FBGEMM doesn't have, and what to do instead."""
+"""Arguments of torch's optimizers that FBGEMM lacks, and what to do instead."""
 
 
 def stock_params(
@@ -125,26 +125,26 @@ def params_for_plan(
     if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
         params[MOMENT_SCALE] = _resolved(optimizer.moment_scale, plan)
     if keeps_exact_copies(plan):
-        # FBGEMM rounds 16-bit tables at random by default, and each rank its own way.
+        # By default FBGEMM rounds 16-bit tables at random, differently on each rank.
         params.setdefault("stochastic_rounding", False)
     return params
 
 
 def params_without_optimizer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fused parameters for tables that aren't trained: plain SGD has no state."""
+    """Return fused parameters for frozen tables: plain SGD, which has no state."""
     of_optimizer = {*_USED_BY, *_ONLY_ON_CUDA, *OWN_PARAMS, "stochastic_rounding"}
     others = {name: value for name, value in params.items() if name not in of_optimizer}
     return {**others, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 
 
 def keeps_exact_copies(plan: ModulePlan2D) -> bool:
-    """Return whether equal updates keep row copies equal."""
+    """Return whether equal updates keep copies of rows equal."""
     exact_groups = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
     return exact_groups or any(table.hot_set is not None for _, table in plan.tables())
 
 
 def is_data_parallel(plan: ModulePlan2D, table: str) -> bool:
-    """Return whether every rank holds all of a table."""
+    """Return whether every rank holds the whole table."""
     is_planned = table in plan
     return is_planned and base_type(plan[table].sharding_type) == ShardingType.DATA_PARALLEL.value
 
@@ -157,7 +157,7 @@ class _TrainedTable(NamedTuple):
     own_arguments: Mapping[str, Any]
     """The arguments that come with the optimizer."""
     arguments: Mapping[str, Any]
-    """These, and the sharder's."""
+    """These and the sharder's arguments."""
     data_type: DataType
 
 
@@ -225,7 +225,7 @@ def check_optimizers(
 
 
 def _check_output_types(module: nn.Module, params: dict[str, Any], plan: ModulePlan2D) -> None:
-    """Refuse several output types in one exchange, which would read one for the other."""
+    """Refuse several output types in one exchange, which would misread one as the other."""
     firsts: dict[str, tuple[str, str]] = {}
     for trained in _trained_tables(module, params):
         table = trained.name
@@ -248,7 +248,7 @@ def _unknown_to_rules(optimizer: EmbOptimType, arguments: Mapping[str, Any]) -> 
 
 
 def _check_eight_bits(trained: _TrainedTable, plan: ModulePlan2D) -> None:
-    """Refuse what can't train rows in 8 bits, which rules on tensors update."""
+    """Refuse settings that can't train rows in 8 bits, which rules on tensors update."""
     given = _unknown_to_rules(trained.optimizer, trained.arguments)
     if trained.optimizer not in FROM_ROW_GRADIENTS:
         given.append(_name(trained.optimizer))
@@ -264,7 +264,7 @@ def _check_eight_bits(trained: _TrainedTable, plan: ModulePlan2D) -> None:
 
 
 def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) -> None:
-    """Refuse shards of one row beside others; TorchRec takes their second moment for a table's."""
+    """Refuse one-row shards beside others; TorchRec takes their second moment for a table's."""
     spec = plan[table].sharding_spec if table in plan else None
     rows = {shard.shard_sizes[0] for shard in getattr(spec, "shards", None) or ()}
     if optimizer in WITH_ROW_WISE_MOMENT and 1 in rows and len(rows) > 1:
@@ -275,7 +275,7 @@ def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) 
 
 
 def _check_rounding(trained: _TrainedTable, plan: ModulePlan2D) -> None:
-    """Refuse what rules on tensors can't round at random; FBGEMM would, unlike on each copy."""
+    """Refuse what rules on tensors can't round at random; FBGEMM would round copies differently."""
     table, arguments = trained.name, trained.arguments
     is_random, seed = arguments.get("stochastic_rounding"), arguments.get(ROUNDING_SEED)
     if table in plan and plan[table].stochastic_rounding is not None:
@@ -289,7 +289,7 @@ def _check_rounding(trained: _TrainedTable, plan: ModulePlan2D) -> None:
 
 
 def _check_rule(what: str, trained: _TrainedTable, remedy: str) -> None:
-    """Refuse an optimizer, or its arguments, for which no rule on tensors does the update."""
+    """Refuse an optimizer or arguments for which there is no update rule on tensors."""
     given = _unknown_to_rules(trained.optimizer, trained.arguments)
     if given or trained.optimizer not in FROM_ROW_GRADIENTS:
         raise UnsupportedError(
@@ -302,7 +302,7 @@ def _check_rule(what: str, trained: _TrainedTable, remedy: str) -> None:
 def _check_arguments(
     optimizer: EmbOptimType, arguments: Mapping[str, Any], device_type: str
 ) -> None:
-    """Refuse arguments that FBGEMM would ignore, or fails to understand."""
+    """Refuse arguments that FBGEMM would ignore or misread."""
     for name, value in arguments.items():
         if name in _NOT_FUSED:
             raise UnsupportedError(
@@ -363,7 +363,7 @@ def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[N
                 scale = kwargs[index].get(MOMENT_SCALE, FROM_MESH)
                 kwargs[index][MOMENT_SCALE] = _resolved(scale, plan)
             else:
-                # A parameter's own optimizer goes before the sharder's, and so does its scale.
+                # A parameter's own optimizer overrides the sharder's, including its scale.
                 kwargs[index] = {**_rates_of(kind), **kwargs[index], MOMENT_SCALE: 1.0}
         InBackwardOptimizers(classes, kwargs).attach_to(param)
     try:
@@ -374,7 +374,7 @@ def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[N
 
 
 def _rates_of(kind: type[TorchOptimizer]) -> dict[str, float]:
-    """Return the rates that a class has where none are given, which FBGEMM has otherwise."""
+    """Return an optimizer class's default rates, which differ from FBGEMM's."""
     arguments = signature(kind).parameters
     defaults = {name: arguments[name].default for name in ("lr", "eps") if name in arguments}
     return {name: rate for name, rate in defaults.items() if isinstance(rate, float)}

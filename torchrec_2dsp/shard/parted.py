@@ -1,7 +1,7 @@
 """Modules whose tables differ in mesh or training: one copy in the world, or frozen, beside others.
 
-TorchRec's sharded modules know one set of ranks, and train all their tables. So each mesh in the
-plan has one for trained tables and one for frozen ones, and a `PartedModule` shows them as one,
+TorchRec's sharded modules know one set of ranks, and train all their tables. So each of the plan's
+meshes has one for trained tables and one for frozen ones, and a `PartedModule` shows them as one,
 with all tables under their names and one output.
 """
 
@@ -37,8 +37,8 @@ from torchrec_2dsp.shard.tables import Tables2D, table_modules
 
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
 Reshard = Callable[[Tables2D, Collection[str]], Sequence[Callable[[], ShardedModule2D]]]
-"""Checks that some of a part's tables can be trained; returns functions that shard these, and what
-stays frozen, without weights."""
+"""Checks that some of a part's tables can be trained; returns functions that shard these and the
+still frozen tables, without weights."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class PartContexts(Multistreamable):
     parts: list[Any]
     """The parts that have the batch's ids."""
     given: Any = None
-    """The batch as the module got it."""
+    """The batch as the module received it."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -60,9 +60,9 @@ class PartContexts(Multistreamable):
 class PartedModule(
     LooksUpAtOnce, ShardedModule[Any, Any, Output, PartContexts], FusedOptimizerModule
 ):
-    """Shows several sharded modules as one: those of several meshes, and of frozen tables.
+    """Presents several sharded modules as one: those of several meshes, and of frozen tables.
 
-    Parts aren't submodules, like TorchRec's lookups, but their tables are: names and pipelines see
+    Like TorchRec's lookups, parts aren't submodules, but their tables are: names and pipelines see
     one module.
     """
 
@@ -101,13 +101,13 @@ class PartedModule(
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """All tables' fused optimizer."""
+        """All tables' fused optimizers, combined."""
         return CombinedOptimizer([part.fused_optimizer for part in self._parts])
 
     def prepared_unfreeze(self, names: Collection[str]) -> Callable[[int], None]:
-        """Check that frozen tables can be trained; return a function that has them trained.
+        """Check that frozen tables can be trained; return a function that starts to train them.
 
-        It takes the sync policies' step count; call it on all ranks.
+        The function takes the sync policies' step count; call it on all ranks.
         """
         new_parts = {
             part: self._reshard(part.tables, names)
@@ -116,7 +116,7 @@ class PartedModule(
         }
 
         def swap(policy_step: int) -> None:
-            # Dense layers may have learnt the order of the columns.
+            # Dense layers may have learnt the columns' order.
             self._order = self._order or list(self._output_names())
             parts = [
                 _replaced(part, new_parts[part], policy_step) if part in new_parts else [part]
@@ -133,13 +133,13 @@ class PartedModule(
             yield from (names[key] for key in dict.fromkeys(keys))
 
     def train(self, mode: bool = True) -> "PartedModule":
-        """Set all parts to training, or to evaluation."""
+        """Set all parts to training or to evaluation."""
         for part in self._parts:
             part.train(mode)
         return super().train(mode)
 
     def create_context(self) -> PartContexts:
-        """Make a context for each part."""
+        """Create a context for each part."""
         return PartContexts([part.create_context() for part in self._parts], self._parts)
 
     def paired(self, ctx: PartContexts) -> Iterable[tuple[Any, Any]]:
@@ -185,7 +185,7 @@ class PartedModule(
 
 
 class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
-    """A sharded module that holds tables, and what is beside them, under TorchRec's names."""
+    """A sharded module that holds tables and more, under TorchRec's names."""
 
     def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
         super().__init__(sharded.qcomm_codecs_registry)
@@ -199,12 +199,12 @@ class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
 
 
 def sharded_tables(model: nn.Module) -> list[Tables2D]:
-    """Return a model's sharded tables, in its order: one `Tables2D` per mesh and module."""
+    """Return a model's sharded tables in model order: one `Tables2D` per mesh and module."""
     return [part.tables for module in model.modules() for part in parts_of(module)]
 
 
 def refuse_updates_at_once(model: nn.Module) -> None:
-    """Raise `ConfigError` if a table is updated in the backward of each batch."""
+    """Raise `ConfigError` if each batch's backward updates a table."""
     inside = {id(of) for own in model.modules() if parts_of(own) for of in own.modules()}
     for path, module in model.named_modules():
         is_own = id(module) in inside or sharded_tables(module)
@@ -241,7 +241,7 @@ def check_can_start(model: nn.Module) -> None:
 
 
 def _check_meta(module: nn.Module, path: str, owners: dict[nn.Parameter, str]) -> None:
-    """Refuse what TorchRec would leave as memory happens to be, fill with zeros, or untie."""
+    """Refuse values that TorchRec would leave uninitialised, fill with zeros, or untie."""
     prefix = f"{path}." if path else ""
     params = {
         name: param for name, param in module.named_parameters(recurse=False) if param.is_meta
@@ -275,7 +275,7 @@ def check_tracked(model: nn.Module, skipped: Iterable[str]) -> None:
 
 
 def frozen_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's tables that aren't trained."""
+    """Return the names of a model's frozen tables."""
     all_tables = sharded_tables(model)
     return sorted(name for tables in all_tables if tables.are_frozen for name in tables.table_names)
 
@@ -340,12 +340,12 @@ def parts_of(module: nn.Module) -> list[ShardedModule2D]:
 
 
 def _gradients_of(part: Any) -> torch.set_grad_enabled:
-    """Return a context without gradients, if a part's tables are frozen."""
+    """Return a context without gradients if a part's tables are frozen."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and not part.tables.are_frozen)
 
 
 class _Joined(LazyAwaitable[Output]):
-    """Joins all parts' outputs, under the names that they have without parts."""
+    """Joins all parts' outputs, under the names that they would have without parts."""
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ class _Joined(LazyAwaitable[Output]):
 
 
 def _names_in(configs: Sequence[Any], part: Any) -> dict[str, str]:
-    """Map a part's output names to those beside the other parts, which may add a table's name."""
+    """Map a part's output names to the whole module's, which may add a table's name."""
     all_names = get_embedding_names_by_table(list(configs))
     by_table = dict(zip((config.name for config in configs), all_names, strict=True))
     own = [config for config in configs if config.name in part.tables.table_names]

@@ -1,14 +1,14 @@
 """Position weights, by which TorchRec's feature processors multiply rows before they are summed.
 
 They are dense parameters, equal on all ranks, that change with every step; a pipeline's ids travel
-before that. So each id travels with its *slot*, the number of its weight, and whoever sums rows
+before that. So each id travels with its *slot*, its weight's number, and the rank that sums rows
 looks the weight up: the rows' owner, or with row exchange and hot rows the sample's own rank.
 
     weights of f0: a b c, of f1: d e        slot: 0  1  2  3  4  5
                                           weight: 1  a  b  c  d  e    (1: a feature without weights)
 
-Gradients go the same way back, to the rank that looked the weight up. Data parallelism averages
-them over all ranks, like those of any dense parameter.
+Gradients take the same way back, to the rank that looked the weight up. Data parallelism averages
+them over all ranks, like any dense parameter's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 class PositionWeights(Stage):
-    """Lets ids travel with slots, and looks their weights up where rows are summed."""
+    """Sends ids with slots, and looks the slots' weights up where rows are summed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PositionWeights(Stage):
         return with_parts(batch, weights=slots, length_per_key=batch.length_per_key_or_none())
 
     def on_arrival(self, notes: BatchNotes, arrived: Any) -> Any:
-        """Look up the weights of a batch's slots."""
+        """Look up the weights for a batch's slots."""
         weights = self._weights()
         constant_one = next(iter(weights.values())).new_ones(1)
         notes.position_weights = by_slot = torch.cat([constant_one, *weights.values()]).float()
@@ -86,7 +86,7 @@ class PositionWeights(Stage):
         for context in notes.shardings:
             if isinstance(context, RowContext):
                 context.requested = context.requested.weighed(weigh)
-        # With row exchange no slots have come: the rows themselves do.
+        # With row exchange no slots arrive, but the rows themselves.
         weighed = []
         for ids in arrived:
             slots, sizes = ids.weights_or_none(), ids.length_per_key_or_none()
@@ -96,7 +96,7 @@ class PositionWeights(Stage):
         return KJTList(weighed)
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Let all ranks have a gradient for the weights, also those that look none up."""
+        """Give the weights a gradient on all ranks, even those that look none up."""
         assert isinstance(output, KeyedTensor)
         by_slot, notes.position_weights = notes.position_weights, None
         values: Any = _Weighed.apply(output.values(), by_slot)
@@ -129,7 +129,7 @@ class PositionWeights(Stage):
 
 
 class _Weighed(torch.autograd.Function):
-    """Returns an output as it is, and gives what is beside it a gradient of zeros."""
+    """Returns an output unchanged, and gives ``beside`` a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class ShardedFeatureProcessors2D(TablesAndMore):
         self, module: Any, sharded: ShardedModule2D | PartedModule, device: torch.device
     ) -> None:
         super().__init__(module, sharded)
-        # Both under TorchRec's names, which those in a state dict begin with.
+        # Both are under TorchRec's names, with which names in a state dict begin.
         self._embedding_bag_collection: Any = sharded
         self._feature_processors: Any = on_device(processors_in(module), device)
         self._has_weights = position_weights(self._feature_processors) is not None
@@ -157,14 +157,14 @@ class ShardedFeatureProcessors2D(TablesAndMore):
         configs = collection_inside(module).embedding_bag_configs()
         for part in parts_of(sharded) if self._has_weights else ():
             stage = PositionWeights(self._weights, configs, part.tables)
-            # Behind the stage that gives all features one batch size.
+            # After the stage that gives all features one batch size.
             part.tables.stages.insert(1, stage)
 
     def _weights(self) -> Mapping[str, nn.Parameter]:
         return position_weights(self._feature_processors) or {}
 
     def broadcast_processors(self) -> None:
-        """Give all ranks the first rank's feature processors, also where DDP trains none.
+        """Give all ranks the first rank's feature processors, even if DDP trains none.
 
         Collectives:
             A broadcast for each parameter and buffer.
@@ -174,11 +174,11 @@ class ShardedFeatureProcessors2D(TablesAndMore):
             dist.broadcast(tensor.detach(), src=0)
 
     def create_context(self) -> Any:
-        """Make a batch's context, the tables'."""
+        """Create the tables' context for a batch."""
         return self._embedding_bag_collection.create_context()
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor, /) -> Any:
-        """Distribute the batch's ids; other processors than position weights are frozen."""
+        """Distribute the batch's ids; processors other than position weights are frozen."""
         if not isinstance(features, KeyedJaggedTensor):
             raise UnsupportedError(
                 f"feature processors need a KeyedJaggedTensor, but the batch is a "

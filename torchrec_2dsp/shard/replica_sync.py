@@ -42,18 +42,18 @@ from torchrec_2dsp.shard.stages import BatchNotes, Output, Stage
 
 @dataclass(frozen=True)
 class Replication:
-    """A sharded module's copies: their mesh, their sync, and what depends on them."""
+    """A sharded module's copies: their mesh, their sync, and what depends on these."""
 
     groups: MeshGroups
     sync: SyncConfig
     bad_ids: BadIds = BadIds.RAISE
     tables_beside: tuple[Any, ...] = ()
     """All the unsharded module's table configs, if this module runs only some: a feature that looks
-    up others, too, is held to the smallest one."""
+    up other tables, too, is limited by the smallest table."""
     accumulates: bool = False
-    """Capture rows so that several backwards can make one update."""
+    """True to capture rows, so that several backwards can make one update."""
     are_frozen: bool = False
-    """True if the tables aren't trained: copies stay as they are, and nothing is captured."""
+    """True if the tables are frozen: copies stay unchanged, and nothing is captured."""
 
     @property
     def updates_at_once(self) -> bool:
@@ -71,7 +71,7 @@ class Replication:
 def averages(
     kernels: Sequence[Kernel], sync: WeightSync, groups: MeshGroups
 ) -> list[WeightSyncAction]:
-    """Return the kernels' sync actions, and let the kernels announce their updates to them."""
+    """Return the kernels' sync actions, and let the kernels announce their updates to these."""
     if sync.moments_policy is None:
         return [_average(kernels, sync, sync.policy, groups, lambda name: True)]
     for kernel in kernels:
@@ -94,7 +94,7 @@ def _average(
     groups: MeshGroups,
     is_synced: Callable[[str], bool],
 ) -> WeightSyncAction:
-    """Return the action for the shards' tensors that ``is_synced`` names."""
+    """Return the sync action for the shards' tensors that ``is_synced`` selects."""
     num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
         [_synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
@@ -123,7 +123,7 @@ def copied_shards(
 def _synced_shard(
     shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, sync: WeightSync
 ) -> SyncedShard:
-    """Describe a shard to an average."""
+    """Describe a shard for averaging."""
     synced = shard.synced(is_synced).tensors
     tensors = list(synced.values())
     rules = tuple(state_rule_for(name, shard.table) for name in synced)
@@ -189,7 +189,7 @@ class ReplicaSync(Stage):
         return self.sync_point.pending
 
     def before_read(self) -> None:
-        """Apply what is pending.
+        """Apply pending updates.
 
         Collectives:
             A sync's, if a backward is pending.
@@ -228,7 +228,7 @@ class ReplicaSync(Stage):
             peers = [torch.empty_like(own) for _ in range(num_groups)]
             dist.all_gather(peers, own, group=self._groups.replica_peers)
             num_different += sum(not torch.equal(peer, peers[0]) for peer in peers)
-        # Peers whose own shards are equal have rows to move where others' aren't.
+        # A peer whose own shards are equal still has rows to move if others' aren't.
         dist.all_reduce(num_different, group=self._groups.world)
         return bool(num_different)
 
@@ -243,9 +243,9 @@ class ReplicaSync(Stage):
 
 
 class OneUpdate:
-    """Refuses backwards in which a row would get two updates, or an update that isn't counted.
+    """Refuses backwards in which a row would get two updates, or an uncounted update.
 
-    It warns of backwards without a step between them, which add gradients up in the dense part.
+    It warns of backwards without a step between them, which accumulate gradients in the dense part.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class OneUpdate:
         sgd = EmbOptimType.EXACT_SGD
         self._optimizers = {params.get("optimizer", sgd) for params in fused_params.values()}
         self._sync_point = sync_point
-        # Two steps of SGD are one with the sum.
+        # Two SGD steps equal one with the sum.
         self._is_linear = self._optimizers <= {sgd}
         is_captured = sync_point.can_hold or all(is_data_parallel(plan, name) for name in plan)
         self._may_look_up_twice = self._is_linear or is_captured
@@ -268,7 +268,7 @@ class OneUpdate:
         """True if a step came after the latest update."""
 
     def stepped(self) -> None:
-        """Note that a step of the optimizer ends or begins."""
+        """Note that an optimizer step ends or begins."""
         self._knows_steps = self._is_stepped = True
 
     def check(self, notes: BatchNotes) -> None:
@@ -296,7 +296,7 @@ class OneUpdate:
             )
 
     def _note_update(self) -> None:
-        """Warn, once, of an update after another of the same step."""
+        """Warn once if a step has a second update."""
         if self._knows_steps and not (self._is_stepped or self._is_linear or self._has_warned):
             self._has_warned = True
             if dist.get_rank() == 0:
@@ -308,7 +308,7 @@ class OneUpdate:
 
 
 class LookupsInStep(Stage):
-    """Raises an error if only some ranks evaluate, or if the losses of only some reach a lookup.
+    """Raises an error if only some ranks evaluate, or if only some ranks' losses reach a lookup.
 
     Such ranks would wait for each other in different collectives.
     """
@@ -321,10 +321,10 @@ class LookupsInStep(Stage):
         self._was_training = False
         self._forward_in_step = -1
         self.is_step_left = False
-        """True if `accumulate` was left before dense gradients were added up."""
+        """True if `accumulate` was left before dense gradients were reduced."""
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Agree that no backward comes for an earlier forward, and that an evaluation begins.
+        """Agree that earlier forwards get no backward, and that an evaluation begins.
 
         Collectives:
             `Alarm.step_outside`'s, in either case.
@@ -340,7 +340,7 @@ class LookupsInStep(Stage):
 
     @property
     def is_in_step(self) -> bool:
-        """True if this forward has a lookup already, whose backward hasn't come."""
+        """True if this forward already has a lookup whose backward hasn't come."""
         return self._forward_in_step == self._groups.board.activity.num_forwards
 
     def before_lookup(self, notes: BatchNotes) -> None:
@@ -349,7 +349,7 @@ class LookupsInStep(Stage):
             self._forward_in_step = self._groups.board.activity.num_forwards
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Await the backward of a training lookup."""
+        """Await a training lookup's backward."""
         parts = [output] if isinstance(output, KeyedTensor) else output.values()
         if notes.is_training and any(part.values().requires_grad for part in parts):
             self._num_lookups += 1
@@ -368,7 +368,7 @@ class LookupsInStep(Stage):
         activity.awaited.pop(notes.lookup, None)
 
     def end_step(self) -> None:
-        """Agree that no backward comes for this module's lookups so far.
+        """Agree that this module's lookups so far get no backward.
 
         Raises:
             SyncError: other ranks run one, or `accumulate` was left before the last one.
@@ -401,7 +401,7 @@ class LookupsInStep(Stage):
 
 
 _MOST_AWAITED = 1_000
-"""The most lookups to note, where no optimizer and no wrapper tells when a step ends."""
+"""The most lookups to note where neither optimizer nor wrapper tells when a step ends."""
 
 
 def replica_actions(

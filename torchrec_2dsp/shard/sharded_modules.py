@@ -1,7 +1,7 @@
 """The sharded modules: TorchRec's, for bags and for sequences, with this package's stages.
 
-Bags and sequences differ in how hot rows join the output, and in nothing else: bags are added, and
-averaged where TorchRec can't; the rows of sequences return to their ids' positions.
+Bags and sequences differ only in how hot rows join the output: bags are added, and averaged
+where TorchRec can't; sequences' rows return to their ids' positions.
 """
 
 import copy
@@ -63,19 +63,19 @@ class LooksUpAtOnce:
         return stock.__call__(*args, **kwargs)
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
-        """Raise: between the two calls nothing would complete the rows."""
+        """Raise an error: nothing would complete the rows between the two calls."""
         raise UnsupportedError(
             f"{type(self).__name__} has no compute() and output_dist() of its own; call "
             "compute_and_output_dist()"
         )
 
     def output_dist(self, ctx: Any, output: Any) -> Any:
-        """Raise as `compute` does."""
+        """Raise `compute`'s error."""
         return self.compute(ctx, output)
 
 
 def missed_ids(tables: str, reason: str) -> UnsupportedError:
-    """Return the error for a tracker that wouldn't see all ids of some tables."""
+    """Return the error for a tracker that would miss ids of some tables."""
     return UnsupportedError(
         f"TorchRec's tracker would miss ids of {tables}, because {reason}; plan without that, or "
         "name the module in fqns_to_skip and count its ids by RowCounter"
@@ -89,7 +89,7 @@ class RunsPlan2D(LooksUpAtOnce):
 
     @property
     def module_sharding_plan(self) -> Any:
-        """The plan from which TorchRec makes state dicts, with its own names for types."""
+        """The plan that TorchRec builds state dicts from, with its own names for types."""
         return self._module_sharding_plan
 
     @module_sharding_plan.setter
@@ -103,14 +103,14 @@ class RunsPlan2D(LooksUpAtOnce):
         """Do nothing: data-parallel tables have their own optimizer, and need no DDP."""
 
     def check_tracked(self) -> None:
-        """Refuse TorchRec's trackers if ids are looked up where they see none."""
+        """Refuse TorchRec's trackers if ids are looked up where trackers can't see them."""
         for name, table in self.module_sharding_plan.items():
             if table.hot_set is not None or table.exchange in ROW_EXCHANGES:
                 has = f"exchange={table.exchange.value!r}" if table.hot_set is None else "hot rows"
                 raise missed_ids(f"table {name!r}", f"it has {has}")
 
     def register_post_lookup_tracker_fn(self, record_fn: Any) -> None:
-        """Let a tracker see the ids that arrive, if these are all."""
+        """Let a tracker see the ids that arrive, if these are all ids."""
         self.check_tracked()
         stock: Any = super()
         stock.register_post_lookup_tracker_fn(record_fn)
@@ -133,8 +133,8 @@ _AVERAGED_HERE = (
     TableType(ShardingType.GRID_SHARD),
     TableType(ShardingType.ROW_WISE, Exchange.NONEMPTY),
 )
-"""Sharding types of which a rank sees parts of bags. TorchRec doesn't average grid tables at all.
-For the others it divides whole outputs, also those of tables of other types, by lengths + 1e-6, and
+"""Sharding types for which a rank sees parts of bags. TorchRec doesn't average grid tables at all.
+For the others it divides whole outputs, also other types' tables, by lengths + 1e-6, and
 fails where a rank has no samples."""
 
 
@@ -166,7 +166,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
-        """Make a sharding with the plugin's kernels."""
+        """Build a sharding with this package's kernels."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
         _store_as_planned(sharding_infos)
         sharding = sharding_class(kind, is_sequence=False)
@@ -179,7 +179,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         return sharding(sharding_infos, env, device, qcomm_codecs_registry=registry, **extra)
 
     def create_context(self) -> BagContext:
-        """Make a batch's context."""
+        """Create a batch's context."""
         return BagContext()
 
 
@@ -211,7 +211,7 @@ def _check_load(
 
 
 def _store_as_planned(sharding_infos: Iterable[Any]) -> None:
-    """Tell the tables' kernels how rows are stored; TorchRec makes a kernel for each way."""
+    """Tell the tables' kernels how rows are stored; TorchRec builds a kernel for each way."""
     for info in sharding_infos:
         storage = info.param_sharding.stored_as
         if storage is not RowStorage.PLAIN:
@@ -221,7 +221,7 @@ def _store_as_planned(sharding_infos: Iterable[Any]) -> None:
 def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) -> set[str]:
     """Return the tables that TorchRec sums and this package averages.
 
-    These include tables with hot rows: TorchRec averages by the ids it sees, which lack hot ones.
+    They include tables with hot rows: TorchRec averages over the ids it sees, which lack hot ones.
     """
     tables = dict(plan.tables())
     return {
@@ -240,16 +240,16 @@ def _without_transport(table: ParameterSharding2D) -> TableType:
 
 
 def _summing(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
-    """Return the config of a table whose bags are summed."""
+    """Return a copy of the table's config with summed bags."""
     summing = copy.copy(config)
     summing.pooling = PoolingType.SUM
     return summing
 
 
 class SomeTables:
-    """Shows an unsharded module with other table configs: some only, or with another pooling.
+    """Presents an unsharded module with other table configs: only some, or with another pooling.
 
-    Frozen tables are shown without an optimizer of their own.
+    Frozen tables are presented without their own optimizer.
     """
 
     def __init__(
@@ -260,11 +260,11 @@ class SomeTables:
         self._names = {config.name for config in configs}
 
     def embedding_bag_configs(self) -> list[Any]:
-        """Return the shown configs, as `EmbeddingBagCollection` does."""
+        """Return the chosen configs, as `EmbeddingBagCollection` does."""
         return self._configs
 
     def embedding_configs(self) -> list[Any]:
-        """Return the shown configs, as `EmbeddingCollection` does."""
+        """Return the chosen configs, as `EmbeddingCollection` does."""
         return self._configs
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -272,7 +272,7 @@ class SomeTables:
         return get_embedding_names_by_table(self._configs)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the shown tables' parameters, by name."""
+        """Yield the chosen tables' parameters, by name."""
         for name, parameter in self._module.named_parameters():
             if self._has(name) and self._are_frozen:
                 # TorchRec takes a table's own optimizer from its parameter.
@@ -281,11 +281,11 @@ class SomeTables:
                 yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the shown tables' parameters."""
+        """Yield the chosen tables' parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the shown tables' state."""
+        """Return the chosen tables' state."""
         state = self._module.state_dict()
         return {key: value for key, value in state.items() if self._has(key)}
 
@@ -319,7 +319,7 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
-        """Make a sharding with the plugin's kernels."""
+        """Build a sharding with this package's kernels."""
         kind = TableType.of_name(sharding_type)
         _store_as_planned(sharding_infos)
         sharding = sharding_class(kind, is_sequence=True)
@@ -333,11 +333,11 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
         )
 
     def is_column_wise(self, sharding_type: str) -> bool:
-        """Return whether such tables are cut by columns."""
+        """Return whether tables of this type are cut by columns."""
         return TableType.of_name(sharding_type).base is ShardingType.COLUMN_WISE
 
     def create_context(self) -> SequenceContext:
-        """Make a batch's context."""
+        """Create a batch's context."""
         return SequenceContext()
 
 
@@ -348,10 +348,10 @@ class JoinBags(Stage):
         self._averaged_outputs = dict(averaged_outputs)
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Note bag lengths for outputs that are averaged here, hot ids included."""
+        """Note bag lengths, hot ids included, for outputs that are averaged here."""
         if self._averaged_outputs:
             lengths = batch.lengths().view(len(batch.keys()), batch.stride())
-            # A loader may reuse the batch's memory, so this is a copy.
+            # A copy, because a loader may reuse the batch's memory.
             by_feature = dict(zip(batch.keys(), lengths.clamp(min=1), strict=True))
             notes.bag_lengths = {
                 output: by_feature[feature] for output, feature in self._averaged_outputs.items()
@@ -381,9 +381,9 @@ class JoinBags(Stage):
 
 
 class EmptyBatches(Stage):
-    """Gives a batch without samples one that has no ids, and cuts its bags from the output.
+    """Replaces a batch without samples by one without ids, and removes its bags from the output.
 
-    The CUDA kernel of FBGEMM that sorts ids by row owner fails without samples.
+    FBGEMM's CUDA kernel that sorts ids by row owner fails without samples.
     """
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -394,7 +394,7 @@ class EmptyBatches(Stage):
         return with_parts(batch, lengths=batch.lengths().new_zeros(len(batch.keys())), stride=1)
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Return bags without those of the sample that was added."""
+        """Return the output without the added sample's bags."""
         if not notes.is_empty:
             return output
         assert isinstance(output, KeyedTensor)
@@ -426,9 +426,9 @@ class JoinSequences(Stage):
 def _joined(
     cold: JaggedTensor, hot_rows: torch.Tensor, hot: HotFeature, hot_ids: torch.Tensor
 ) -> JaggedTensor:
-    """Return the rows for all a feature's ids."""
+    """Return the rows for all of a feature's ids."""
     order = cold_before_hot(hot.is_hot, hot.slots.numel())
-    ids = cold.weights_or_none()  # Where the module is asked for indices.
+    ids = cold.weights_or_none()  # Set if the module is asked for indices.
     if ids is not None:
         ids = torch.cat([ids, hot_ids[hot.slots].to(ids.dtype)])[order]
     return JaggedTensor(

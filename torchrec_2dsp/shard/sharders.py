@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
-    """A module's tables that one mesh repeats."""
+    """A module's tables that are repeated by the same mesh."""
 
     module: Any
     plan: ModulePlan2D
@@ -68,7 +68,7 @@ class _Part(NamedTuple):
 
 
 class Sharder2D(BaseEmbeddingSharder[Any]):
-    """The base class for sharders: agrees over the ranks, then shards for this rank's group."""
+    """The base class of sharders: agrees with all ranks, then shards for this rank's group."""
 
     def _init_2d(
         self,
@@ -99,7 +99,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
-            All ranks agree on the arguments, then come process groups and broadcasts.
+            All ranks agree on the arguments; then process groups are created, and tables broadcast.
         """
         check_whole(env.process_group)
         device = torch.device("cpu") if device is None else device
@@ -110,7 +110,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             plan, parts = self.checked_plan(module, params, path, device.type, local_world_size)
             plan.mesh.check_world(dist.get_world_size())
             facts["frozen tables"] = ", ".join(frozen)
-            # Copies that other kernels update differ in their last bits.
+            # Copies that other kernels update would differ in their last bits.
             facts["whether Triton runs"] = str(runs_triton(device))
             facts |= self._facts(path, plan, [part.fused_params for part in parts])
             facts |= {f"table {config.name!r}": table_text(config) for config in configs}
@@ -147,7 +147,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         device_type: str,
         local_world_size: int,
     ) -> "tuple[ModulePlan2D, list[_Part]]":
-        """Return a module's plan and its parts, or raise what `shard` would."""
+        """Return a module's plan and its parts, or raise `shard`'s error."""
         configs = configs_of(module)
         check_alone(module)
         plan = check_module_plan(
@@ -221,20 +221,20 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
                 sharded.tables.keep_weights(part.module)
         if self.init_seed is not None:
             draw_tables_(sharded, configs_of(part.module), self.init_seed)
-        # Only now that no rank has failed: this waits for the others.
+        # Only now that no rank has failed, because this waits for the others.
         sharded.tables.broadcast_replicas()
         if self.init_seed is None:
             sharded.tables.take_drawn_rows(part.module)
         return sharded
 
     def _make(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a sharded module."""
+        """Build a sharded module."""
         return cast(Any, self).sharded_module_type(*args, **kwargs)
 
     def _facts(
         self, path: str, plan: ModulePlan2D, fused_params: list[dict[str, Any]]
     ) -> dict[str, str]:
-        """Return what must be equal on all ranks."""
+        """Return the facts that must be equal on all ranks."""
         return {
             "the plan": to_json(
                 Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync, full_duplex=plan.full_duplex)
@@ -263,9 +263,9 @@ def _trained_and_frozen(
 
 
 def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Refuse holders that can't have a part sharded, which a sharder doesn't see."""
+    """Refuse holders of which no part can be sharded; a sharder doesn't see its module's holder."""
     kinds = ShardedModule2D | PartedModule | TablesAndMore
-    # TorchRec's pipelines register parts of sharded modules anew.
+    # TorchRec's pipelines re-register parts of sharded modules.
     if isinstance(child, kinds) and not isinstance(holder, kinds):
         check_holder(holder)
 
@@ -276,8 +276,8 @@ register_module_module_registration_hook(_check_holder)
 def _warn_of_idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:
     """Warn of tables whose hot rows save no bytes.
 
-    TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot. Of
-    sequences it ships a vector for each id.
+    TorchRec's output exchange sends one vector per bag, even if all the bag's ids are hot. For
+    sequences it sends a vector per id.
     """
     bags = {config.name for config in configs if hasattr(config, "pooling")}
     idle = [
@@ -324,20 +324,20 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         """Choose the optimizer, and how weights and ids are treated.
 
         Args:
-            optimizer: the fused optimizer, ours or FBGEMM's; alternatively give it in
+            optimizer: the fused optimizer, this package's or FBGEMM's; you may also give it in
                 ``fused_params`` or by ``apply_optimizer_in_backward``, as in TorchRec. A dict is
-                taken as ``fused_params``, which TorchRec's sharders take first.
-            qcomm_codecs_registry: quantised communication, as in TorchRec.
+                taken as ``fused_params``, the first argument of TorchRec's sharders.
+            qcomm_codecs_registry: codecs for quantised communication, as in TorchRec.
             fused_params: FBGEMM's parameters, as in TorchRec.
-            keep_weights: take over the weights of a module that isn't on the meta device,
+            keep_weights: keep the weights of a module that isn't on the meta device,
                 which TorchRec drops.
-            bad_ids: what is done with ids that a table has no row for: "raise" an `InputError` on
+            bad_ids: how to treat ids that their table has no row for: "raise" an `InputError` on
                 all ranks, "drop" them, or "clamp" them to the first or last row.
-            init_seed: draw initial tables from this seed in a way that no mesh and no sharding
-                type changes; without it, by the seeds of the ranks, as in TorchRec.
+            init_seed: draw initial tables from this seed, independently of mesh and sharding
+                type; by default from the ranks' seeds, as in TorchRec.
             accumulates: let `accumulate` make one update of several batches, and a backward one
-                of several lookups, also where there is one sharding group or a `WeightSync`, whose
-                updates are part of the backward else.
+                of several lookups, even with a single sharding group or a `WeightSync`, whose
+                updates are otherwise part of the backward.
         """
         optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingBagCollectionSharder.__init__(
@@ -346,7 +346,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         self._init_2d(optimizer, keep_weights, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all TorchRec's types, on every device."""
+        """Return all of TorchRec's types, on every device."""
         return [kind.value for kind in ShardingType]
 
 
@@ -371,11 +371,11 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
 
         Args:
             optimizer: as in `EmbeddingBagCollectionSharder2D`.
-            qcomm_codecs_registry: quantised communication, as in TorchRec.
-            use_index_dedup: as in TorchRec, which offers it on CUDA only.
+            qcomm_codecs_registry: codecs for quantised communication, as in TorchRec.
+            use_index_dedup: as in TorchRec, which supports it only on CUDA.
             fused_params: FBGEMM's parameters, as in TorchRec.
             bad_ids: as in `EmbeddingBagCollectionSharder2D`.
-            init_seed: as in `EmbeddingBagCollectionSharder2D`; what the module holds is dropped.
+            init_seed: as in `EmbeddingBagCollectionSharder2D`; the module's weights are dropped.
             accumulates: as in `EmbeddingBagCollectionSharder2D`.
         """
         optimizer, fused_params = sorted_out(optimizer, fused_params)
@@ -385,11 +385,11 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
             qcomm_codecs_registry,
             use_index_dedup,
         )
-        # TorchRec keeps them only where the module was built on another device than meta.
+        # TorchRec keeps them only if the module wasn't built on the meta device.
         self._init_2d(optimizer, init_seed is None, bad_ids, init_seed, accumulates)
 
     def _make(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
-        """Make a sharded module; on a CPU, raise if it would have to find equal ids."""
+        """Build a sharded module; raise on a CPU if it would have to find equal ids."""
         if dedups_ids(self) and kwargs["device"].type == "cpu":
             raise UnsupportedError(
                 "use_index_dedup=True is for CUDA: FBGEMM finds equal ids by a CUDA kernel; "

@@ -1,7 +1,7 @@
-"""TorchRec's shardings with the plugin's kernels and exchanges.
+"""TorchRec's shardings with this package's kernels and exchanges.
 
-Each class overrides TorchRec's factory methods and nothing else: those for lookups, and where
-another exchange runs, those that send ids and outputs.
+Each class overrides only TorchRec's factory methods: those for lookups, and where
+another exchange runs, those for sending ids and outputs.
 """
 
 from collections.abc import Sequence
@@ -71,14 +71,14 @@ def widen_contexts(contexts: list[Any], shardings: Sequence[Any]) -> None:
 
 
 def completed_input(notes: BatchNotes, arrived: Any) -> Any:
-    """Return the input exchange's result, with contexts that know all batch sizes.
+    """Return the input exchange's result, with all batch sizes in the contexts.
 
-    A pipeline that is attached again starts its next batch's exchange twice, and looks up the
-    result of the first one. Nobody waits for the second one, so its context lacks the other ranks'
-    batch sizes, which TorchRec takes for equal sizes.
+    A re-attached pipeline starts its next batch's exchange twice, and looks up the first
+    exchange's result. Nobody waits for the second exchange, so its context lacks the other ranks'
+    batch sizes, which TorchRec then assumes to be equal.
 
     Collectives:
-        The rest of the second exchange, on all ranks alike, if there was one.
+        The rest of the second exchange, on all ranks, if there was one.
     """
     is_incomplete = any(
         isinstance(awaitable, KJTAllToAllSplitsAwaitable)
@@ -93,7 +93,7 @@ class _SendsIds(EmbeddingSharding[Any, Any, Any, Any]):
     """A sharding with TorchRec's exchange of ids, each in as few bytes as it needs."""
 
     def create_input_dist(self, device: Device = None) -> Any:
-        """Make TorchRec's input exchange, with narrow ids."""
+        """Build TorchRec's input exchange, with narrow ids."""
         input_dist = super().create_input_dist(device)  # pyright: ignore[reportAbstractUsage]
         tables = (
             table
@@ -108,28 +108,28 @@ class _SendsIds(EmbeddingSharding[Any, Any, Any, Any]):
 
 
 class _LooksUpBags(_SendsIds):
-    """A sharding for bags over the plugin's kernels."""
+    """A sharding for bags with this package's kernels."""
 
     averages_as: ClassVar[ShardingType | None] = None
-    """The type's name for TorchRec's kernel, which leaves some types' averages to the output."""
+    """The type's name for TorchRec's kernel, which averages some types only at the output."""
     lookup_class: ClassVar[type[PooledLookup]] = PooledLookup
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
-        """Make the lookup for this rank's shards."""
+        """Build the lookup for this rank's shards."""
         facts = facts_of(cast(Any, self))
         options = {"feature_processor": feature_processor, "sharding_type": self.averages_as}
         return make_lookup(self.lookup_class, facts, device, **options)
 
 
 class _LooksUpSequences(_SendsIds):
-    """A sharding for sequences over the plugin's kernels."""
+    """A sharding for sequences with this package's kernels."""
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
-        """Make the lookup for this rank's shards."""
+        """Build the lookup for this rank's shards."""
         return make_lookup(SequenceLookup, facts_of(cast(Any, self)), device)
 
 
@@ -139,7 +139,7 @@ class _ReducesInNode(_LooksUpBags):
     averages_as = ShardingType.TABLE_ROW_WISE
 
     def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
-        """Make TorchRec's output exchange, fit for uneven batches."""
+        """Build TorchRec's output exchange, adapted to uneven batches."""
         output_dist = super().create_output_dist(device)
         replace_reduce_scatter_in_node(cast(Any, output_dist), UnevenReduceScatter)
         return output_dist
@@ -151,7 +151,7 @@ class _Rows(_LooksUpBags):
     averages_as = ShardingType.ROW_WISE
 
     def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
-        """Make TorchRec's output exchange, fit for uneven batches."""
+        """Build TorchRec's output exchange, adapted to uneven batches."""
         output_dist = super().create_output_dist(device)
         replace_reduce_scatter(cast(Any, output_dist), UnevenReduceScatter)
         return output_dist
@@ -190,7 +190,7 @@ class RwSequence(_LooksUpSequences, RwSequenceEmbeddingSharding):
 
 
 class _NonEmpty(_LooksUpBags):
-    """A sharding that sends no bags without ids."""
+    """A sharding that sends no empty bags."""
 
     lookup_class = NonEmptyLookup
 
@@ -205,10 +205,10 @@ class _NonEmpty(_LooksUpBags):
         is_summed = self.averages_as is ShardingType.ROW_WISE
         self._channels = channels_of(self._dims, is_summed=is_summed)
         self._filled: list[FilledBags] = []
-        """The bags with ids of the batch whose ids were sent last."""
+        """The filled bags of the batch whose ids were sent last."""
 
     def create_input_dist(self, device: Device = None) -> Any:
-        """Make TorchRec's input exchange, and note which bags have ids."""
+        """Build TorchRec's input exchange, and note which bags are filled."""
         input_dist = super().create_input_dist(device)
         # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
         id_exchange_of(input_dist).register_forward_pre_hook(
@@ -223,7 +223,7 @@ class _NonEmpty(_LooksUpBags):
         self._filled = [find_filled(channel, by_owner) for channel in self._channels]
 
     def create_output_dist(self, device: Device = None) -> Any:
-        """Make the exchange for bags with ids."""
+        """Build the exchange for filled bags."""
         stock = super().create_output_dist(device)
         registry = cast(Any, self).qcomm_codecs_registry or {}
         return NonEmptyExchange(
@@ -236,7 +236,7 @@ class _NonEmpty(_LooksUpBags):
         )
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """Add the bags that will come to the context; its batch's ids were sent last."""
+        """Add the bags that will arrive to the context; its batch's ids were sent last."""
         filled, self._filled = self._filled, []
         return widened(context, NonEmptyContext, {"filled": filled})
 
@@ -268,7 +268,7 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
             if info.param_sharding.owners is RowOwners.HASH
         }
         sharding = cast(Any, self)
-        # A kernel returns one row per id, so its tables have one dimension.
+        # A kernel returns one row per id, so its tables share a dim.
         regroup(sharding, [_by_dim(groups) for groups in facts_of(sharding).configs_per_rank])
         self._facts = facts = facts_of(sharding)
         codecs = codecs_by_dim(kind, sharding.qcomm_codecs_registry)
@@ -277,7 +277,7 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
         ]
         self._blocks = [RowBlock.of(config, spread) for config in facts.configs]
         self._owners = Peers(facts.group)
-        # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
+        # TorchRec's groups for node-wise sharding; none with one rank per host, or one host.
         num_in_host = facts.env.node_group_size or 1
         if kind.exchange is Exchange.ROW_PER_HOST and 1 < num_in_host < facts.group.size():
             in_host_and_across = intra_and_cross_node_pg_2D(facts.env, facts.device)
@@ -285,23 +285,23 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
         self._requests: RowRequests | None = None
 
     def create_input_dist(self, device: Device = None) -> Any:
-        """Make the requests for rows."""
+        """Build the row requests."""
         self._requests = RowRequests(self._blocks, self._owners, device or self._facts.device)
         return self._requests
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
-        """Make the lookup for this rank's rows."""
+        """Build the lookup for this rank's rows."""
         by_row = [config_by_row(config) for config in self._facts.configs]
         return make_lookup(RowLookup, replace(self._facts, configs=by_row), device)
 
     def create_output_dist(self, device: Device = None) -> Any:
-        """Make the row fetch."""
+        """Build the row fetch."""
         return RowFetch(self._blocks, self._owners, device or self._facts.device, self._row_codecs)
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """Add the rows that will come to the context; its batch's ids were sent last."""
+        """Add the rows that will arrive to the context; its batch's ids were sent last."""
         assert self._requests is not None
         assert self._requests.requested is not None
         requested, self._requests.requested = self._requests.requested, None
@@ -311,7 +311,7 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
 
 
 def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
-    """Regroup tables by dimension."""
+    """Regroup tables by dim."""
     by_dim = []
     for group in groups:
         for dim in dict.fromkeys(table.local_cols for table in group.embedding_tables):
@@ -355,6 +355,6 @@ _SEQUENCE: dict[TableType, Any] = {
 
 
 def sharding_class(kind: TableType, *, is_sequence: bool) -> Any:
-    """Return a sharding's class, whatever its transport."""
+    """Return a sharding's class, which doesn't depend on its transport."""
     classes = _SEQUENCE if is_sequence else _POOLED
     return classes[replace(kind, transport=Transport.FP32)]

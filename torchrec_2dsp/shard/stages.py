@@ -1,20 +1,20 @@
 """Stages, which do this package's work in a sharded module, and their notes on a batch.
 
 A sharded module has ordered stages (`Tables2D.stages`). TorchRec distributes ids, looks
-up and distributes rows; in between it calls the hooks that each stage overrides:
+rows up and distributes them; in between it calls the hooks that each stage overrides:
 
     before_ids_travel    in order     the batch, as it will be distributed
     before_lookup        in order     prepares rows for reading
-    on_arrival           in order     the ids that have come, as they will be looked up
+    on_arrival           in order     the arrived ids, as they will be looked up
     while_rows_travel    in order     local lookups meanwhile
     on_output            backwards    the module's output
     before_backward      in order
 
-Tables are in either of two states, where training or a state reader finds its rows:
+Tables are in one of two states, with rows where either training or a state reader finds them:
 
-    before_use           in order     rows are put where lookups and updates find them
-    before_read          backwards    all updates are done, and rows are where state dicts show them
-    after_write          in order     weights were written otherwise than by training"""
+    before_use           in order     put rows where lookups and updates find them
+    before_read          backwards    finish all updates, and put rows where state dicts show them
+    after_write          in order     weights were written other than by training"""
 
 import logging
 import math
@@ -53,7 +53,7 @@ class HotFeature:
     slots: torch.Tensor
     """Positions in the table's hot set, in the batch's order."""
     lengths: torch.Tensor
-    """Hot ids per bag."""
+    """The number of hot ids per bag."""
     weights: torch.Tensor | None
     is_hot: torch.Tensor
     """Each id's flag, in the batch's order."""
@@ -71,7 +71,7 @@ def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def cold_before_hot(is_hot: torch.Tensor, num_hot: int) -> torch.Tensor:
-    """Return each id's place among the cold ids followed by the hot ones, in the given order."""
+    """Return each id's place when hot ids are moved behind the cold ones, in the given order."""
     num_ids, counts = is_hot.numel(), is_hot.cumsum(0)
     positions = torch.arange(num_ids, device=is_hot.device)
     return torch.where(is_hot, counts + (num_ids - num_hot - 1), positions - counts)
@@ -84,16 +84,16 @@ class HotIds:
     by_table: Mapping[str, torch.Tensor]
     """Row ids, ascending; a row's position is its slot."""
     by_feature: Mapping[str, torch.Tensor]
-    """The same row ids by feature that looks the table up."""
+    """The same row ids by the feature that looks the table up."""
     hot_sets: Mapping[str, HotSet] = field(default_factory=dict)
-    """The sets as the user named them: these rows, or ids that an id map gave them."""
+    """The sets as named by the user: these rows, or ids to which an id map gave them."""
     _joined: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """All features' row ids in one list, by a batch's features; see `_join`."""
 
     def find(
         self, keys: Sequence[str], ids: torch.Tensor, sizes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each id's slot, if it is hot, and if it is; feature by feature, of these sizes."""
+        """Return each id's slot, if it is hot, and whether it is; ``sizes`` are ids per feature."""
         if tuple(keys) not in self._joined:
             self._joined[tuple(keys)] = self._join(keys, ids.device)
         joined, by_feature = self._joined[tuple(keys)]
@@ -103,10 +103,10 @@ class HotIds:
         return places - starts, joined.index_select(0, places) == shifted
 
     def _join(self, keys: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Join the features' row ids, shifted to be ascending; something larger ends the list.
+        """Join the features' row ids, shifted to be ascending; a larger number ends the list.
 
         Returns the list, and for each feature its smallest id above all hot ones, its shift, and
-        its start in the list. Shifted, neither that id nor -1 is in the list.
+        its start in the list. After the shift, neither that id nor -1 is in the list.
         """
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         hot = [self.by_feature.get(key, nothing) for key in keys]
@@ -136,13 +136,13 @@ class HotBatch:
 
 @torch.no_grad()
 def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
-    """Split a batch into one with the same keys and bags without hot ids, and the hot ids."""
+    """Split a batch into one without hot ids, with the same keys and bags, and the hot ids."""
     keys, batch_size = features.keys(), features.stride()
     values, weights = features.values(), features.weights_or_none()
     lengths = features.lengths().view(len(keys), batch_size)
     slots, is_hot = ids.find(keys, values.long(), ids_per_feature(features))
     num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
-    # All that a GPU is waited for, however many features there are.
+    # The only wait for a GPU, however many features there are.
     hot_sizes, sizes = num_hot.sum(dim=1).tolist(), features.length_per_key()
     cold, hot = false_and_true(is_hot.byte(), sum(hot_sizes))
     hot_slots, masks = slots.index_select(0, hot).split(hot_sizes), is_hot.split(sizes)
@@ -167,7 +167,7 @@ class BagsOfSamples:
     """Maps samples to each feature's bags."""
 
     rows: Mapping[str, int]
-    """Each feature's row in ``indices``, also by the names of its outputs."""
+    """Each feature's row in ``indices``, also under its outputs' names."""
     indices: torch.Tensor
     """Bag numbers, `[features, samples]`."""
 
@@ -176,7 +176,7 @@ class BagsOfSamples:
         self.indices.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def by_output(self, feature_of: Mapping[str, str]) -> "BagsOfSamples":
-        """Return the bags by the names of outputs, given their features."""
+        """Return the bags under output names, given the outputs' features."""
         rows = {name: self.rows[feature] for name, feature in feature_of.items()}
         return replace(self, rows={**self.rows, **rows})
 
@@ -201,9 +201,9 @@ class BagsOfSamples:
 def features_by_output(
     configs: Sequence[Any], tables: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Return the features of all outputs, or of those of some tables, by the output's name.
+    """Return the features of all outputs, or of some tables' outputs, by output name.
 
-    A feature that looks up several tables has ``@table`` in each name.
+    A feature that looks up several tables has ``@table`` in each output name.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -229,24 +229,24 @@ def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:
     ends = rows.lengths().cumsum(0)
     starts = (ends - rows.lengths()).index_select(0, bags)
     lengths = rows.lengths().index_select(0, bags)
-    # What has to be added to a place in the output for the place that its row comes from.
+    # The difference between an output place and the place of its row.
     shifts = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     places = torch.arange(shifts.numel(), device=shifts.device) + shifts
-    ids = rows.weights_or_none()  # Where the module is asked for indices.
+    ids = rows.weights_or_none()  # Set if the module is asked for indices.
     ids = None if ids is None else ids.index_select(0, places)
     return JaggedTensor(rows.values().index_select(0, places), ids, lengths)
 
 
 @dataclass
 class PrefetchNotes:
-    """Conditions for a batch's row prefetch."""
+    """Conditions under which a batch's prefetched rows are valid."""
 
     loads_seen: int = 0
-    """Writes by hand before the batch was announced."""
+    """The number of writes by hand before the batch was announced."""
     due: int = 0
-    """The number that the batch's lookup must have; early rows are right for that lookup only."""
+    """The required number of the batch's lookup; early rows are valid for that lookup only."""
     follower: "BatchNotes | None" = None
-    """The batch whose early rows are sent behind this one's rows."""
+    """The batch whose early rows are sent after this one's rows."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Eviction:
     """The rows that a batch's id maps have given to other ids."""
 
     number: int
-    """The batch's number, from which the rows' initial values follow."""
+    """The batch's number, which determines the rows' initial values."""
     rows: Mapping[str, torch.Tensor]
     """Row ids, by table."""
 
@@ -266,20 +266,20 @@ class BatchNotes:
     is_training: bool = False
     """True if the lookup will have a backward that trains."""
     backward: int | None = None
-    """The number of that backward, once it has begun."""
+    """That backward's number, once it has begun."""
     lookup: str = ""
     """The lookup's name, the same on all ranks."""
     error: TwoDError | None = None
     check: Check | None = None
-    """The check on all ranks' batches, in flight."""
+    """The check of all ranks' batches, in flight."""
     is_empty: bool = False
-    """True if the batch has no samples, where that needs care."""
+    """True if the batch has no samples and this matters."""
     bags_of_samples: BagsOfSamples | None = None
     """Each sample's bags, with variable batch sizes."""
     bag_lengths: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The ids per bag in outputs that this package averages, not TorchRec."""
+    """The ids per bag, for outputs that this package averages instead of TorchRec."""
     hot: HotBatch | None = None
-    """The hot ids, `None` without hot rows."""
+    """The hot ids; `None` without hot rows."""
     hot_output: dict[str, torch.Tensor] = field(default_factory=dict)
     """The hot rows that replicas returned, by feature."""
     position_weights: torch.Tensor | None = None
@@ -287,7 +287,7 @@ class BatchNotes:
     prefetch: PrefetchNotes = field(default_factory=PrefetchNotes)
     shardings: list[EmbeddingShardingContext | None] = field(default_factory=list)
     """TorchRec's contexts, one per sharding; row exchange and non-empty bags have their own
-    contexts, which know what will come."""
+    contexts, which know what will arrive."""
     asked: Any = None
     """The batch's input exchange, until its lookup."""
     evictions: list[Eviction] = field(default_factory=list)
@@ -309,7 +309,7 @@ class _NotedContext(Multistreamable):
 
     notes: BatchNotes = field(default_factory=BatchNotes)
     given: Any = None
-    """The batch as the module got it."""
+    """The batch as the module received it."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -328,7 +328,7 @@ class SequenceContext(_NotedContext, EmbeddingCollectionContext):
 
 
 def watch_calls(module: nn.Module) -> None:
-    """Let a module refuse other batches than a train pipeline has distributed for it.
+    """Let a module refuse batches other than those that a train pipeline has distributed for it.
 
     TorchRec would return the embeddings of the pipeline's next batch for them. It also warns of
     losses that are probably scaled.
@@ -346,7 +346,7 @@ def _look_for_scaling(module: nn.Module, _: object) -> None:
 
 @cache
 def _warn_of_scaling() -> None:
-    """Warn once that tables would train by a scaled loss, which can't be seen in its gradients."""
+    """Warn once that tables would train by a scaled loss, which gradients don't reveal."""
     if dist.get_rank() == 0:
         logger.warning(
             "tables are looked up under autocast in float16, which is mostly used with GradScaler: "
@@ -378,14 +378,14 @@ class Stage:
     """A stage that does nothing; subclasses override hooks."""
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch as the next stage, and TorchRec after the last one, will see it."""
+        """Return the batch for the next stage or, after the last one, for TorchRec."""
         return batch
 
     def before_lookup(self, notes: BatchNotes) -> None:
         """Prepare a batch's rows for reading."""
 
     def on_arrival(self, notes: BatchNotes, arrived: Any) -> Any:
-        """Return the ids that have come as the next stage, and TorchRec, will see them."""
+        """Return the arrived ids for the next stage or TorchRec."""
         return arrived
 
     def before_accumulating(self) -> None:
@@ -395,7 +395,7 @@ class Stage:
         """Compute on this rank while TorchRec's output exchange runs."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Return the module's output as the previous stage, or the user, will see it."""
+        """Return the module's output for the previous stage or the user."""
         return output
 
     def before_backward(self, notes: BatchNotes) -> None:
@@ -406,7 +406,7 @@ class Stage:
 
     @property
     def is_behind(self) -> bool:
-        """True if `before_read` has to communicate, alike on all ranks."""
+        """True if `before_read` has to communicate; the same on all ranks."""
         return False
 
     def before_read(self) -> None:
@@ -417,11 +417,11 @@ class Stage:
 
 
 class StrayGradients(Stage):
-    """Refuses the batch after gradients that reach tables past their lookup, which nobody applies.
+    """Refuses the batch after gradients that reach tables past their lookup, as none applies them.
 
     Args:
         tables: the sharded tables' modules, by name.
-        kernels: FBGEMM's modules, to whose parameters those gradients flow.
+        kernels: FBGEMM's modules, whose parameters receive those gradients.
     """
 
     def __init__(self, tables: nn.ModuleDict, kernels: Iterable[nn.Module]) -> None:
@@ -429,12 +429,12 @@ class StrayGradients(Stage):
         self._error: UnsupportedError | None = None
         params = list(chain.from_iterable(kernel.parameters() for kernel in kernels))
         # On a CPU a table is a part of such a parameter. On a GPU it is a part of a buffer, and in
-        # 8 bits a parameter by itself: a leaf, which gradients reach.
+        # 8 bits its own parameter: a leaf, which gradients reach.
         weights = [cast(torch.Tensor, table.weight) for table in tables.values()]
         own = [weight.requires_grad_() for weight in weights if weight.is_leaf]
         for param in (*params, *own):
             if param.requires_grad:
-                # Before a loop can clear them. A lookup's backward comes here without a gradient.
+                # Before a loop can clear them. A lookup's backward arrives here without a gradient.
                 param.register_post_accumulate_grad_hook(held_weakly(self._note))
 
     def _note(self, reached: torch.Tensor) -> None:
@@ -457,16 +457,16 @@ class StrayGradients(Stage):
 class ClipGradients(Stage):
     """Clips the gradient of each bag or id, as FBGEMM's kernels do, before anything is summed.
 
-    Kernels alone would see the gradients of averaged bags after the division, and those of
-    exchanged rows after their sum.
+    Kernels alone would see averaged bags' gradients after the division, and exchanged rows'
+    gradients after their sum.
     """
 
     def __init__(self, bounds: Mapping[str, float], num_ranks: int) -> None:
         self._bounds, self._num_ranks = dict(bounds), num_ranks
-        """The largest gradient, by output name, and the ranks that divide gradients later."""
+        """The largest gradient, by output name, and the rank count that later divides gradients."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Return the output, whose gradient will be clipped behind hooks of the program's."""
+        """Return the output, whose gradient will be clipped after the program's own hooks."""
         if not self._bounds:
             return output
         if isinstance(output, KeyedTensor):
@@ -494,6 +494,6 @@ class _Clipped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # By TorchRec's switch at this moment, as when it divides.
+        # By TorchRec's current switch, as in its own division.
         largest = ctx.bounds * (ctx.num_ranks if get_gradient_division() else 1)
         return grads[0].clamp(-largest, largest), None, None

@@ -68,7 +68,7 @@ from torchrec_2dsp.shard.stages import (
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 CHANGEABLE = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
-"""The hyper-parameters beside the learning rate that FBGEMM can change."""
+"""The hyper-parameters, beside the learning rate, that FBGEMM can change."""
 Context = TypeVar("Context", BagContext, SequenceContext)
 
 
@@ -88,14 +88,14 @@ class Tables2D:
         self.module = module
         self.groups: MeshGroups = replication.groups
         self.table_names = sorted(plan)
-        """The table names, in one order on all ranks."""
+        """The table names, in the same order on all ranks."""
         self.are_frozen = replication.are_frozen
-        """True if the tables aren't trained."""
+        """True if the tables are frozen."""
         self._kernels, self._whole_tables = kernels_by_kind(lookups_of(module))
         all_configs = replication.tables_beside or configs
         is_weighted, alarm = has_weights(unsharded), self.groups.alarm
         self._batch_check = BatchCheck(all_configs, replication.bad_ids, alarm, is_weighted)
-        # Each of a module's parts checks the whole batch.
+        # Each part of a module checks the whole batch.
         self._counts_bad_ids = self.table_names[0] == min(config.name for config in all_configs)
         hot_rows = self._make_hot_rows(configs, plan, replication, device)
         self.hot_sets: HotSets = hot_rows.sets
@@ -113,11 +113,11 @@ class Tables2D:
             list(self._actions_beside(replication)),
             self._broadcast_shards,
         )
-        """Keeps the copies of the tables equal."""
+        """The stage that keeps the tables' copies equal."""
         self.one_update = OneUpdate(fused_params_of(module), plan, self.sync_point)
-        """Watches that rows get one update in a step."""
+        """The check that rows get only one update in a step."""
         self.in_step = LookupsInStep(self.groups, self.table_names)
-        """Watches that all ranks train a lookup, or none."""
+        """The check that either all ranks train a lookup, or none."""
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
@@ -131,7 +131,7 @@ class Tables2D:
             self.replicas,
             self.prefetch,
         ]
-        """The work beside TorchRec, in this order; see `Stage`."""
+        """The work around TorchRec's, in this order; see `Stage`."""
         self._configs, self._arrangement = configs, arrangement
         self._features = features_of(all_configs)
         self._watch_state()
@@ -152,7 +152,7 @@ class Tables2D:
     def _make_hot_rows(
         self, configs: list[Any], plan: ModulePlan2D, replication: Replication, device: torch.device
     ) -> HotRows:
-        """Make the hot rows, if any, and let their kernels and the others round alike."""
+        """Build the hot rows, if any, and let all kernels round alike."""
         tables, fused_params = dict(plan.tables()), fused_params_of(self.module)
         hot_rows = HotRows(
             configs,
@@ -168,7 +168,7 @@ class Tables2D:
         return hot_rows
 
     def _actions_beside(self, replication: Replication) -> Iterator[SyncAction]:
-        """Yield the sync actions of rows that all ranks hold, and of early rows."""
+        """Yield the sync actions for rows that all ranks hold, and for early rows."""
         if self.hot_rows is not None:
             yield self.hot_rows.action()
         if self._whole_tables:
@@ -177,7 +177,7 @@ class Tables2D:
         yield self.prefetch.lagging
 
     def reset_evicted_rows(self, seed: int) -> EvictedRows:
-        """Reset the rows that id maps give to other ids, from now on; return the stage."""
+        """Reset, from now on, the rows that id maps give to other ids; return the stage."""
         stage = EvictedRows(
             self._configs, self.kernels(), self._arrangement, self.hot_rows, self._before_use, seed
         )
@@ -185,13 +185,13 @@ class Tables2D:
         return stage
 
     def keep_weights(self, unsharded: Any) -> None:
-        """Take over the unsharded module's weights, if it has some."""
-        # A module's own word for its device stays what it was built with, whatever moved it.
+        """Copy the unsharded module's weights, if it has any."""
+        # A module's own ``device`` stays what it was built with, even if the module was moved.
         if not any(weight.is_meta for weight in unsharded.parameters()):
             self.module.load_state_dict(unsharded.state_dict(), strict=False)
 
     def take_drawn_rows(self, unsharded: Any) -> None:
-        """Let rows that were just drawn stay where they are, if nothing says which is which.
+        """Keep rows that were just drawn where they are, if they are interchangeable.
 
         Collectives:
             An all-reduce of 8 bytes over the world, if rows are spread over owners.
@@ -214,7 +214,7 @@ class Tables2D:
 
     @property
     def num_bad_ids(self) -> int:
-        """This rank's bad ids so far, see `BadIds`."""
+        """The number of bad ids on this rank so far, see `BadIds`."""
         return self._batch_check.ids.num_bad if self._counts_bad_ids else 0
 
     @num_bad_ids.setter
@@ -222,7 +222,7 @@ class Tables2D:
         self._batch_check.ids.num_bad = count
 
     def kernels(self) -> list[Kernel]:
-        """Return this rank's fused kernels, without hot rows' kernels."""
+        """Return this rank's fused kernels, except hot rows' kernels."""
         return [*self._kernels, *self._whole_tables]
 
     def tbes(self) -> list[Tbe]:
@@ -246,7 +246,7 @@ class Tables2D:
         return notes.asked
 
     def look_up(self, ctx: Context, arrived: Any, look_up: Callable[[Context, Any], Any]) -> Any:
-        """Look up a batch by ``look_up`` and in the stages; all rows travel side by side.
+        """Look up a batch by ``look_up`` and in the stages; all rows travel concurrently.
 
         Collectives:
             The stages' and TorchRec's.
@@ -261,7 +261,7 @@ class Tables2D:
         self._before_use()
         if torch.is_grad_enabled():
             for kernel in self.kernels():
-                # Hands over the learning rate, which may be set after the optimizer's own calls.
+                # Passes the learning rate on, which may be set after the optimizer's own calls.
                 kernel.fused_optimizer.zero_grad()
         awaitable = look_up(ctx, arrived)
         for stage in self.stages:
@@ -300,7 +300,7 @@ class Tables2D:
         """Send tables and optimizer state from the first sharding group to the others.
 
         The sharder calls it, because ranks with different seeds would train different tables.
-        Weights written before the first lookup are broadcast then; call it after writing later.
+        Weights written before the first lookup are broadcast then; call it after later writes.
 
         Collectives:
             One broadcast per table shard and state tensor on the "replicate" axis; on the world for
@@ -336,18 +336,18 @@ class Tables2D:
         self.sync_point.backward_seen()
 
     def _before_use(self) -> None:
-        """Put rows where training finds them. Whatever trains by the kernels calls it first."""
+        """Put rows where training finds them. All training by the kernels calls it first."""
         for stage in self.stages:
             stage.before_use()
 
     def expect_load(self) -> None:
-        """Bring the state up to date, unless it isn't finite: what is loaded replaces it.
+        """Bring the state up to date, unless it isn't finite: loading will replace it.
 
         Collectives:
-            Those of `complete_state`.
+            `complete_state`'s.
         """
         if self._arrangement is not None:
-            # Drawn rows needn't move before.
+            # Drawn rows needn't move before a load.
             self._arrangement.before_load()
         while True:
             try:
@@ -361,7 +361,7 @@ class Tables2D:
         self.after_write()
 
     def after_write(self) -> None:
-        """Note that weights or optimizer state were written otherwise than by training."""
+        """Note that weights or optimizer state were written other than by training."""
         for stage in self.stages:
             stage.after_write()
 
@@ -373,8 +373,8 @@ class Tables2D:
 class SyncedOptimizer(CombinedOptimizer):
     """TorchRec's combined optimizer behind a module's sync point.
 
-    Captured updates keep their lookup's learning rate, whatever a step hands to the kernels
-    meanwhile. Other changes come after them, and a reader sees the complete state.
+    Captured updates keep their lookup's learning rate, even if a step passes another one to the
+    kernels meanwhile. Other changes come after them, and a reader sees the complete state.
     """
 
     def __init__(self, stock: CombinedOptimizer, tables: "Tables2D") -> None:
@@ -382,14 +382,14 @@ class SyncedOptimizer(CombinedOptimizer):
         super().__init__(list(stock.optimizers))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sync what is due, then hand the learning rate to the kernels."""
+        """Sync what is due, then pass the learning rate to the kernels."""
         self._tables.in_step.is_step_left = False
         self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
         super().zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:
-        """Sync what is due, then hand the learning rate to the kernels."""
+        """Sync what is due, then pass the learning rate to the kernels."""
         self._tables.in_step.end_step()
         self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
@@ -423,12 +423,12 @@ class SyncedOptimizer(CombinedOptimizer):
                 )
         self._change_kernels(params_dict)
         # The kernels take the learning rate from here at the next training lookup, and a train
-        # state all of them.
+        # state takes all hyper-parameters.
         for group in cast(list[dict[str, Any]], self.param_groups):
             group.update(params_dict)
 
     def restore_hyper_parameters(self) -> None:
-        """Hand what `update_hyper_parameters` once set, and a train state has kept, to kernels."""
+        """Pass `update_hyper_parameters`' values, which a train state has kept, to the kernels."""
         for group in cast(list[dict[str, Any]], self.param_groups):
             self._change_kernels({name: group[name] for name in CHANGEABLE if name in group})
 
@@ -445,7 +445,7 @@ def table_modules(module: Module) -> nn.ModuleDict:
 
 
 def _pack_size(module: Module, plan: ModulePlan2D) -> int:
-    """Return how many numbers codecs encode together, 1 if every row fills such packs."""
+    """Return how many numbers codecs encode together; 1 if every row fills whole packs."""
     size = pack_size(module.qcomm_codecs_registry)
     widths = shard_widths(table for _, table in plan.tables())
     return size if any(width % size for width in widths) else 1
@@ -459,7 +459,7 @@ def _round_updates(
 ) -> None:
     """Let kernels round stochastically where their tables' fused parameters ask for it.
 
-    FBGEMM's own draws other numbers on each rank, and its kernels for CPUs leave it out. Here rules
+    FBGEMM's rounding draws different numbers on each rank, and its CPU kernels omit it. Here rules
     on tensors update such tables on every device, and round by `torchrec_2dsp.rows.rounding`.
     """
     for kernel in kernels:
@@ -482,7 +482,7 @@ def _round(
     tables: Sequence[RoundedTable],
     fused_params: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    # Tables of one kernel have equal parameters.
+    # A kernel's tables have equal parameters.
     params = fused_params[tables[0].name]
     is_half = tbe.weights_precision.as_dtype() in HALF_TYPES
     if params.get("stochastic_rounding") and (is_half or has_own_rows(tbe)):
@@ -492,7 +492,7 @@ def _round(
 def _numbers(
     shard: TableShard, sharding: ParameterSharding2D
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from a shard's rows, as they lie there to train, to the table's."""
+    """Return a function from a shard's rows, as they lie for training, to the table's."""
     rows = num_rows(sharding)
     if sharding.owners is not RowOwners.HASH or rows is None:
         return lambda local_rows: local_rows + shard.row

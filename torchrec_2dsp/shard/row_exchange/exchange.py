@@ -1,7 +1,7 @@
 """`RowFetch`: a row-exchange sharding's output exchange, and a batch's context.
 
 TorchRec's row-wise sharding sends every bag's partial sums to its sample's rank. Here owners
-look up the requested rows, rows travel to the ranks that asked, and are pooled there. In the
+look up the requested rows and send them to the ranks that asked, which pool them. In the
 backward, one gradient per distinct row returns to its owner.
 """
 
@@ -33,13 +33,13 @@ class RowContext(EmbeddingShardingContext):
 
     requested: Requested
     journeys: list[RowJourney] = field(default_factory=list)
-    """The rows' journeys, block by block, if some come early."""
+    """The rows' journeys, block by block, if some rows come early."""
     before: list[RowJourney] = field(default_factory=list)
     """The last batch's journeys, whose gradients may lag behind this batch's lookup."""
 
     @property
     def comes_by_journeys(self) -> bool:
-        """True if early rows have set out; the others are read when they do."""
+        """True if early rows are in flight; the others are read when they are sent."""
         return bool(self.journeys) and all(journey.has_begun for journey in self.journeys)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -54,7 +54,7 @@ class SequenceRowContext(RowContext, SequenceShardingContext):
 
 
 class RowFetch(nn.Module):
-    """A row-exchange sharding's output exchange: sends rows to ranks that need them."""
+    """A row-exchange sharding's output exchange: sends rows to the ranks that need them."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class RowFetch(nn.Module):
         """Start the fetch.
 
         Collectives:
-            One all-to-all for each block, waited for by what is returned; one more in the
-            backward. If a host's ranks ask together, as many inside the host.
+            One all-to-all for each block, waited for by the returned awaitable; one more in the
+            backward. If a host's ranks ask together, equally many inside the host.
         """
         requested = sharding_ctx.requested
         if sharding_ctx.comes_by_journeys:
@@ -104,12 +104,12 @@ class RowFetch(nn.Module):
         running_ctx: RowContext,
         expect: Callable[[RowJourney], None],
     ) -> list[RowJourney]:
-        """Let a batch's rows come early, and the last batch's gradients lag.
+        """Let a batch's rows come early, and the previous batch's gradients lag.
 
-        Returns a journey per block; none on a rank that exchanges with no other.
+        Returns a journey per block; none on a rank that exchanges with no other rank.
 
         Collectives:
-            For each block, `RowJourney`'s and `RowJourney.let_lag`'s.
+            `RowJourney`'s and `RowJourney.let_lag`'s, for each block.
         """
         if self._asking.size() == 1:
             return []
@@ -119,7 +119,7 @@ class RowFetch(nn.Module):
             kernel.row_numbers(ids) for kernel, ids in lookup.parts(running)
         ]
         if running_ctx.before:
-            # These gradients may lag until the early rows of this batch have set out.
+            # These gradients may lag until this batch's early rows are in flight.
             before = [journey.numbers for journey in running_ctx.before]
             changed = [torch.cat(numbers) for numbers in zip(changed, before, strict=True)]
         journeys = []

@@ -18,32 +18,32 @@ from torchrec_2dsp.shard.stages import count_per_bag
 
 @dataclass(frozen=True)
 class Half:
-    """Half a batch's rows, as both ends see them."""
+    """Half of a batch's rows, as seen from both ends."""
 
     asked_at: torch.Tensor
-    """The positions in the rows that this rank is asked for, rank by rank."""
+    """The positions among the rows that this rank is asked for, rank by rank."""
     num_asked: list[int]
     wanted_at: torch.Tensor
-    """The positions in the rows that this rank wants, owner by owner."""
+    """The positions among the rows that this rank wants, owner by owner."""
     num_wanted: list[int]
 
 
 @dataclass(frozen=True)
 class RowTraffic:
-    """A batch's rows in a kernel that ranks ask this one for, and those that it wants itself."""
+    """A batch's rows in a kernel: those that ranks ask this one for, and those that it wants."""
 
     numbers: torch.Tensor
-    """The numbers in the kernel of the rows that it is asked for, rank by rank."""
+    """The requested rows' numbers in the kernel, rank by rank."""
     num_asked: list[int]
     """The number of rows that each rank asks for."""
     num_wanted: list[int]
     """The number of rows that this rank wants, by owner."""
     starts: torch.Tensor
-    """The start of each rank's rows, of those asked for and then of those wanted; and the end."""
+    """The start of each rank's rows: of those asked for, then of those wanted, then the end."""
 
 
 class Halves:
-    """Splits the traffic between each two ranks into two halves."""
+    """Splits the traffic between each pair of ranks into two halves."""
 
     def __init__(
         self, is_second: torch.Tensor, traffic: RowTraffic, group: dist.ProcessGroup
@@ -51,7 +51,7 @@ class Halves:
         """Tell each row's other end which half it is in.
 
         Collectives:
-            One all-to-all with a byte for each row, not waited for.
+            One all-to-all with a byte per row, not waited for.
         """
         self._is_second_here, self._traffic = is_second, traffic
         self._is_second_there = is_second.new_empty(sum(traffic.num_wanted))
@@ -71,7 +71,7 @@ class Halves:
             assert self._work is not None
             self._work.wait()
             here, there, traffic = self._is_second_here, self._is_second_there, self._traffic
-            # All at once: on a GPU this waits for the device.
+            # In one transfer, because it waits for the GPU.
             seconds = count_per_bag(torch.cat([here, there]), traffic.starts).tolist()
             num_ranks = len(traffic.num_asked)
             owned = _halves(here, traffic.num_asked, seconds[:num_ranks])
@@ -91,7 +91,7 @@ def _halves(
 
 
 class RowJourney:
-    """Carries a batch's rows in one kernel from their owners, and the gradients back."""
+    """Carries a batch's rows in one kernel from their owners, and their gradients back."""
 
     def __init__(
         self,
@@ -104,13 +104,13 @@ class RowJourney:
         """Tell the ranks which rows come early.
 
         Collectives:
-            As in `Halves`.
+            `Halves`'.
         """
         self._kernel, self._traffic, self._wire, self._expect = kernel, traffic, wire, expect
         self._rows = Halves(kernel.is_among(traffic.numbers, changed), traffic, wire.group)
         self._lagging: Halves | None = None
         self.has_begun = False
-        """True once the early rows have set out."""
+        """True once the early rows are in flight."""
         self._step: OptimizerStep | None = None
         self._leaving: torch.Tensor | None = None
         self._early: TravellingRows | None = None
@@ -124,16 +124,16 @@ class RowJourney:
         return self._traffic.numbers
 
     def let_lag(self, needed: torch.Tensor) -> None:
-        """Let gradients lag whose rows the next batch doesn't need. Call it before the lookup.
+        """Let gradients lag if the next batch doesn't need their rows. Call it before the lookup.
 
         Collectives:
-            As in `Halves`.
+            `Halves`'.
         """
         is_lagging = 1 - self._kernel.is_among(self.numbers, needed)
         self._lagging = Halves(is_lagging, self._traffic, self._wire.group)
 
     def send_early(self) -> None:
-        """Send the rows that no update changes any more.
+        """Send the rows that no update will change any more.
 
         Collectives:
             One all-to-all with rows, not waited for.
@@ -144,7 +144,7 @@ class RowJourney:
         self.has_begun = True
 
     def send_late(self) -> None:
-        """Send the other rows, now that all are updated.
+        """Send the other rows, now that all of them are updated.
 
         Collectives:
             One all-to-all with rows, not waited for.
@@ -152,9 +152,9 @@ class RowJourney:
         _, late = self._rows.wait()
         rows = self._kernel.read_rows(self.numbers.index_select(0, late.asked_at))
         self._late = self._wire.start_rows(rows, late.num_asked, late.num_wanted)
-        # Autograd begins with what was made last. So made before the model's forward, this waits
-        # for gradients when all others of the backward are on their way, too. And it only calls a
-        # function whose input needs a gradient.
+        # Autograd starts with the newest function. Made before the model's forward, this one waits
+        # for gradients only when all others of the backward are in flight. And autograd only calls
+        # a function whose input needs a gradient.
         anchor = torch.zeros(1, device=rows.device, requires_grad=True)
         self._leaving = _Leaving.apply(anchor, self)
 
@@ -162,7 +162,7 @@ class RowJourney:
         """Return the batch's rows, owner by owner; their gradient updates the kernel's rows.
 
         Collectives:
-            As in `send_late`, if it hasn't been called, and one all-to-all with gradients in the
+            `send_late`'s, if it hasn't been called, and one all-to-all with gradients in the
             backward.
         """
         if self._late is None:
@@ -217,7 +217,7 @@ class RowJourney:
         """Wait for the last gradients and update their rows.
 
         Collectives:
-            As in `send_lagging`, if it hasn't been called.
+            `send_lagging`'s, if it hasn't been called.
         """
         self.send_lagging()
         assert isinstance(self._lagging_grads, TravellingRows)
@@ -249,7 +249,7 @@ class _Fetching(Awaitable[torch.Tensor]):
         return rows
 
 
-# Two functions, so that autograd sends the gradients of all kernels before it waits for the first.
+# Two functions, so that autograd sends all kernels' gradients before it waits for the first one.
 class _Leaving(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, journey: RowJourney) -> torch.Tensor:

@@ -28,7 +28,7 @@ class RowKernel(EmbeddingKernel):
     """Looks up numbered rows; only row exchange rounds its updates."""
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return one row per id; a GPU reads them in bags that are short."""
+        """Return one row per id; a GPU reads them in short bags."""
         if not is_on_gpu(self.tbe):
             return super().forward(features)
 
@@ -49,7 +49,7 @@ class RowKernel(EmbeddingKernel):
         return ids + repeated(constant(self._first_rows * num_ranks, device), counts, ids.numel())
 
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the current rows, without a gradient, in the lookup's type."""
+        """Return the current rows without a gradient, in the lookup's type."""
         return read_rows(self._runs, numbers).to(output_dtype(self.tbe))
 
     def count_lookup(self) -> None:
@@ -58,7 +58,7 @@ class RowKernel(EmbeddingKernel):
             count_forwards(self.tbe, 1)
 
     def is_among(self, numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Return a 1 for each row that is among others, and a 0 for each other one."""
+        """Return 1 for each row that is among ``others``, and 0 for each row that isn't."""
         flags = self._flags
         flags.index_fill_(0, others, 1)
         is_among = flags.index_select(0, numbers)
@@ -70,7 +70,7 @@ class RowKernel(EmbeddingKernel):
         return self._by_row.step()
 
     def update_rows(self, numbers: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
-        """Apply gradients at ``step``; a row's are added in this order."""
+        """Apply gradients at ``step``; a row's gradients are added in this order."""
         if numbers.numel():
             self._by_row.update_rows(numbers, grads, step)
 
@@ -79,8 +79,8 @@ class RowKernel(EmbeddingKernel):
     def _by_row(self) -> DirectLookup:
         return self._direct or DirectLookup(self.tbe, rule=None)
 
-    # What follows is made when it is first used, when the kernel is where it stays; also if that is
-    # in an evaluation, whose tensors couldn't be changed afterwards.
+    # What follows is created on first use, when the kernel is where it stays; this may be in an
+    # evaluation, whose tensors couldn't be changed afterwards.
 
     @cached_property
     @torch.inference_mode(mode=False)
@@ -113,7 +113,7 @@ class OwnedRows(list[torch.Tensor]):
     """Row counts per table and rank, block by block: `[tables, ranks]`."""
 
     def view(self, *shape: int) -> "OwnedRows":
-        """Return itself: here TorchRec shapes its sequences, which are tensors."""
+        """Return itself: TorchRec reshapes sequences here, which are tensors."""
         return self
 
 
@@ -123,7 +123,7 @@ def counts_of(ids_by_table: KeyedJaggedTensor) -> torch.Tensor:
 
 
 def num_by_rank(counts: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Count each block's rows by rank, at once: on a GPU this waits for the device."""
+    """Count each block's rows by rank, in one transfer, because it waits for the GPU."""
     by_table = iter(torch.cat(list(counts)).tolist())
     return [list(map(sum, zip(*islice(by_table, len(block)), strict=True))) for block in counts]
 
@@ -161,7 +161,7 @@ class RowLookup(SequenceLookup):
 def config_by_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
     """Return a kernel's config for looking up rows: unweighted, one feature per table.
 
-    A row's gradient is the sum of those of its bags, which `ClipGradients` has clipped.
+    A row's gradient is the sum of its bags' gradients, which `ClipGradients` has clipped.
     """
     tables = [
         replace(table, feature_names=[table.name], embedding_names=[table.name], is_weighted=False)

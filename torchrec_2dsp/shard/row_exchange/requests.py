@@ -1,11 +1,11 @@
 """`RowRequests`: finds a batch's distinct rows and asks their owners.
 
-Every id becomes a *key*, its row's number in owner order. One sort over a kernel's keys finds the
+Every id becomes a *key*, its row's number in owner order. One sort of a kernel's keys finds the
 distinct rows, by owner and by table, and where each one goes.
 
-Where a group spans hosts, a row that several ranks of a host need crosses once. The rank with an
-owner's place on its own host asks that owner: the host's ranks first ask *it*, it asks for each
-distinct row, and hands the rows on. Gradients return the same way and are added there.
+If a group spans hosts, a row that several ranks of a host need crosses once. An owner is asked
+by the rank with its place on the other host: the host's ranks first ask *that rank*, which asks for
+each distinct row, and hands the rows on. Gradients return the same way and are added there.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -52,7 +52,7 @@ class RowBlock:
 
     @classmethod
     def of(cls, config: GroupedEmbeddingConfig, is_spread: Container[str]) -> "RowBlock":
-        """Return a kernel's block, on any rank."""
+        """Return a kernel's block; it is the same on any rank."""
         tables = config.embedding_tables
         metadata = [table.global_metadata for table in tables]
         return cls(
@@ -75,24 +75,24 @@ class RowBlock:
 
     @property
     def stride(self) -> int:
-        """Keys per owner."""
+        """The number of keys per owner."""
         return sum(self.rows_per_owner)
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Each table's first key, counted from its owner's first key."""
+        """Each table's first key, relative to its owner's first key."""
         return tuple(sum(self.rows_per_owner[:table]) for table in range(len(self.tables)))
 
 
 @dataclass(frozen=True)
 class Bags:
-    """The occurrences that are summed, sample by sample, like rows in a `KeyedTensor`."""
+    """The occurrences to sum, sample by sample, like rows in a `KeyedTensor`."""
 
     num_features: int
     lengths: torch.Tensor
-    """Occurrences in each bag."""
+    """The number of occurrences in each bag."""
     weights: torch.Tensor | None
-    """The occurrences' weights, `None` if all are 1."""
+    """The occurrences' weights; `None` if all are 1."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +100,23 @@ class NeededRows:
     """The distinct rows that the local batch needs from one block, by owner."""
 
     sums: RowSum
-    """The rows, and how they get their gradients."""
+    """The rows, with the sums of their gradients."""
     places: torch.Tensor
-    """Each occurrence's row: in bags bag by bag, else as in the batch."""
+    """Each occurrence's row: for bags bag by bag, else in batch order."""
     counts: torch.Tensor
     """Row counts by owner and table: `[owners, tables]`."""
     bags: Bags | None
-    """`None` for a sequence."""
+    """The bags; `None` for a sequence."""
     first_owner: int = 0
-    """The owner that counts begin with, in key order."""
+    """The first owner that is counted, in key order."""
 
     def of_place(self, place: int, num_places: int) -> "NeededRows":
-        """Return these rows, counted only for owners at this place, which have them all."""
+        """Return these rows, counted only for the owners at ``place``, which own all of them."""
         counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
         return replace(self, counts=counts, first_owner=place * counts.shape[0])
 
     def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "NeededRows":
-        """Return these rows for bags with other weights, which ``weigh`` makes of theirs."""
+        """Return these rows for bags with other weights, which ``weigh`` computes from theirs."""
         assert self.bags is not None
         assert self.bags.weights is not None
         bags = replace(self.bags, weights=weigh(self.bags.weights))
@@ -137,7 +137,7 @@ class RowNumbering:
     """Numbers a block's rows by keys.
 
     Owners are sorted by their place on their hosts: first all hosts' first ranks, then all second
-    ones. So a place's rows are neighbours, and in them a host's rows.
+    ranks. So a place's rows are adjacent, and within them a host's rows.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class RowNumbering:
         self._of_features = torch.tensor(by_feature, device=device)
         """Each feature's first key, its rows per owner, and the other keys per owner; if any tables
         are spread, also the step and the row count: `[features, numbers]`."""
-        # Sorting is quicker for shorter numbers.
+        # Shorter numbers sort faster.
         num_keys = num_owners * block.stride
         key_dtype = torch.int32 if num_keys <= _MAX_INT32 else torch.int64
         owners = torch.arange(num_owners, device=device)
@@ -167,7 +167,7 @@ class RowNumbering:
         self._bounds = torch.cat([starts, starts.new_tensor([num_keys])])
         by_place = owners.view(-1, ranks_per_host).t().reshape(-1)
         self._positions = by_place.argsort() if 1 < ranks_per_host < num_owners else None
-        """Each owner's place in key order, `None` if that is their own order."""
+        """Each owner's place in key order; `None` if key order is owner order."""
 
     def find(self, features: KeyedJaggedTensor) -> NeededRows:
         """Return the distinct rows that the block's features need."""
@@ -188,7 +188,7 @@ class RowNumbering:
         return NeededRows(sums, places, self._counts(sums), by_sample)
 
     def distinct(self, keys: torch.Tensor) -> NeededRows:
-        """Return the distinct rows among keys."""
+        """Return the distinct rows among ``keys``."""
         sums = RowSum(keys.to(self._bounds.dtype), finds_places=True)
         return NeededRows(sums, sums.places, self._counts(sums), bags=None)
 
@@ -215,7 +215,7 @@ class RowNumbering:
 
 
 def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Join lists that are cut into equally many parts: all first parts, then all second ones, ...
+    """Join lists cut into equally many parts: all first parts, then all second ones, ...
 
     Example:
         >>> import torch
@@ -254,7 +254,7 @@ class _Pooled(torch.autograd.Function):
             return rows.index_select(0, needed.places)
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(rows, needed.places, needed.bags.lengths)
-        # Rows may have come in 16 bits, in which sums would be rounded at each addition.
+        # Rows may have arrived in 16 bits, and sums in 16 bits would be rounded at each addition.
         starts = starts_of(needed.bags.lengths)
         return sum_bags(rows.float(), needed.places, starts, weights).to(rows.dtype)
 
@@ -275,8 +275,8 @@ class HostRows:
     """Rows that a host's ranks need from the owners with this rank's place on their hosts."""
 
     needed: NeededRows
-    """The distinct rows; the occurrences are the ranks' requests, rank by rank. It counts those
-    owners' rows, host by host."""
+    """The distinct rows; the occurrences are the ranks' requests, rank by rank. The counts are for
+    those owners' rows, host by host."""
     given: torch.Tensor
     num_given: tuple[int, ...]
     num_taken: tuple[int, ...]
@@ -293,7 +293,7 @@ def collected_in_host(
     """Collect a host's requests for rows, block by block, before they leave it.
 
     Collectives:
-        Two all-to-alls on the host, waited for: how many keys come, and the keys.
+        Two all-to-alls on the host, waited for: the number of keys, and the keys.
     """
     num_places, place = dist.get_world_size(host), dist.get_rank(host)
     per_block = [of_block.counts.view(num_places, -1).sum(dim=1) for of_block in needed]
@@ -322,7 +322,7 @@ def _exchanged_keys(
     received: list[list[int]],
     host: dist.ProcessGroup,
 ) -> Sequence[torch.Tensor]:
-    """Send keys to the ranks at their places; return those received, by block."""
+    """Send keys to the ranks at their places; return the received keys, by block."""
     outgoing = part_by_part(keys, list(zip(*sent, strict=True)))
     incoming = outgoing.new_empty(sum(map(sum, received)))
     sizes = [[sum(of_rank) for of_rank in counts] for counts in (received, sent)]
@@ -332,7 +332,7 @@ def _exchanged_keys(
 
 
 class HostHandover(nn.Module):
-    """Hands rows that have come to a host to the ranks that need them.
+    """Hands rows that have arrived at a host to the ranks that need them.
 
     Gradients return the same way, and are added by row.
     """
@@ -342,11 +342,11 @@ class HostHandover(nn.Module):
         self._exchange = SequenceEmbeddingsAllToAll(host, [1] * host.size(), device)
 
     def forward(self, rows: torch.Tensor, of_host: HostRows) -> Awaitable[torch.Tensor]:
-        """Start to hand rows on.
+        """Start handing rows on.
 
         Collectives:
             One all-to-all on the host, waited for by what is returned; one more in the backward.
-            They are not quantised: inside a host, bytes are cheap, and gradients are added exactly.
+            They aren't quantised: inside a host bytes are cheap, and gradients are added exactly.
         """
         return self._exchange(
             pool_rows(rows, of_host.needed),
@@ -369,7 +369,7 @@ class Requested:
     from_owners: list[NeededRows]
     """The rows that this rank has asked owners for."""
     num_asked: list[list[int]]
-    """Their number, by owner."""
+    """The number of these rows, by owner."""
 
     def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "Requested":
         """Return these requests for bags with other weights, which ``weigh`` makes of theirs."""
@@ -398,16 +398,16 @@ class RowRequests(nn.Module):
         self._exchange = KJTAllToAll(group, [len(tables)] * num_asked)
         narrow_ids(self._exchange, max(max(block.rows_per_owner) for block in blocks))
         self.requested: Requested | None = None
-        """The last batch's requests; TorchRec's own row-wise input exchange keeps the id order in
-        the same way."""
+        """The last batch's requests; TorchRec's own row-wise input exchange keeps the id order the
+        same way."""
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Ask for a batch's rows.
 
-        Returns all ranks' requests to this one: a key per table, a bag per rank, with local ids.
+        Returns all ranks' requests to this rank: a key per table, a bag per rank, with local ids.
 
         Collectives:
-            TorchRec's input exchange, for one sample with all rows; before them two on
+            TorchRec's input exchange, for one sample with all rows; before it two on
             the host, if its ranks ask together.
         """
         with record_function(_LABEL):
@@ -423,7 +423,7 @@ class RowRequests(nn.Module):
                 for numbering, rows in zip(self._numberings, from_owners, strict=True)
             ]
             counts = torch.cat([rows.counts for rows in from_owners], dim=1)
-            # What TorchRec would wait for.
+            # TorchRec would wait for this.
             by_owner = counts.tolist()
             parts = [iter(of_owner) for of_owner in by_owner]
             num_asked = [

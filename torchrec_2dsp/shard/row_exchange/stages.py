@@ -1,10 +1,10 @@
-"""Stages for row exchange: rows move within their shards, or travel before their step.
+"""Stages for row exchange: rows move within their shards, or are sent ahead of their step.
 
 `RowArrangement`: with `RowOwners.HASH` a row's owner isn't the rank in whose shard TorchRec's state
 dicts show it. While a model trains, each owner's rows lie in its shard; before the state is read or
 written they move to where their numbers say, and back before the next lookup. So every tensor in a
-state dict is the shard itself, and checkpoints know nothing of owners. Drawn rows needn't move
-before the first lookup: whichever lies at an owner's place gets the number that belongs there.
+state dict is the shard itself, and checkpoints are independent of owners. Drawn rows needn't move
+before the first lookup: the row at an owner's place simply gets the number that belongs there.
 
 `RowPrefetch` sends rows early for a pipeline that announces its batches.
 """
@@ -33,7 +33,7 @@ from torchrec_2dsp.shard.stages import BatchNotes, HotIds, Output, Stage
 _ARRANGE_LABEL = "## arrange rows ##"
 
 _BUFFER_BYTES = 64 * 2**20
-"""Rows move some columns at a time, so that a large shard isn't there twice."""
+"""The bytes that move at a time, so that a large shard doesn't exist twice."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SpreadShard:
     shard: TableShard
     spread: RowSpread
     rows_per_owner: int
-    """The last owners may have fewer."""
+    """The table's rows per owner; the last owners may have fewer."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Side:
 def arrangement_of(
     plan: ModulePlan2D, kernels: Sequence[Kernel], groups: MeshGroups
 ) -> "RowArrangement | None":
-    """Return a module's arrangement, `None` if all its tables are in blocks."""
+    """Return a module's arrangement; `None` if all its tables are in blocks."""
     shards = {shard.table: shard for kernel in kernels for shard in kernel.shards()}
     spread = []
     for name, table in plan.tables():
@@ -78,10 +78,10 @@ class RowArrangement(Stage):
         self._world = groups.world
         self._is_by_owner = False
         self._drawn: torch.Tensor | None = None
-        """Fingerprints of drawn rows, until it is known whether they are at their owners."""
+        """Fingerprints of drawn rows, until it is known whether these are at their owners."""
 
     def take_drawn_rows(self, is_drawn_alike: bool) -> None:
-        """Let rows be at their owners from now on, if all ranks have just drawn them alike.
+        """Consider rows at their owners from now on if all ranks have just drawn them alike.
 
         Collectives:
             An all-reduce of 8 bytes over the world.
@@ -90,12 +90,12 @@ class RowArrangement(Stage):
             self._drawn = self._fingerprints()
 
     def before_load(self) -> None:
-        """Let drawn rows be where state dicts show them: they will be overwritten there."""
+        """Consider drawn rows where state dicts show them, as they will be overwritten there."""
         if self._drawn is not None:
             self._drawn = self._drawn[:0]
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Find out where rows are, before replicas are compared, which may read them.
+        """Find out where rows are, before the comparison of replicas, which may read them.
 
         Collectives:
             Before the first lookup of drawn rows, an all-reduce of 8 bytes over the world.
@@ -106,7 +106,7 @@ class RowArrangement(Stage):
         """Move every row to its owner.
 
         Collectives:
-            Unless they are there, all-to-alls on the group for tables and optimizer state.
+            Unless rows are there, all-to-alls on the group for tables and optimizer state.
         """
         self._settle()
         if not self._is_by_owner:
@@ -116,7 +116,7 @@ class RowArrangement(Stage):
         """Move every row to where state dicts show it.
 
         Collectives:
-            Unless they are there, all-to-alls on the group for tables and optimizer state.
+            Unless rows are there, all-to-alls on the group for tables and optimizer state.
         """
         if self._is_newly_drawn:
             self._settle()
@@ -130,11 +130,11 @@ class RowArrangement(Stage):
 
     @property
     def _is_newly_drawn(self) -> bool:
-        """True if it is unknown where drawn rows are; not while a rank loads by itself."""
+        """True if drawn rows' arrangement is unknown; not while a rank loads by itself."""
         return self._drawn is not None and self._drawn.numel() > 0
 
     def positions(self, table: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return where a table's rows are now, counted from its first shard on."""
+        """Return the current places of a table's rows, counted from its first shard on."""
         for spread_shard in self._shards if self._is_by_owner else ():
             if spread_shard.shard.table == table:
                 return spread_shard.spread.positions(rows)
@@ -149,7 +149,7 @@ class RowArrangement(Stage):
                 owned, numbered = self._sides(spread_shard)
                 start, end = (owned, numbered) if self._is_by_owner else (numbered, owned)
                 for tensor in spread_shard.shard.tensors.values():
-                    # Unseen by autograd: before a backward, rows are back where its lookup was.
+                    # Hidden from autograd: before a backward, rows return to its lookup's places.
                     for part in _in_parts(tensor.data):
                         self._send(part, start, end)
         self._is_by_owner = not self._is_by_owner
@@ -181,7 +181,7 @@ class RowArrangement(Stage):
         def counts(ranks: torch.Tensor) -> list[int]:
             return torch.bincount(ranks, minlength=num_ranks).tolist()
 
-        # By row number is by reader, too.
+        # Sorting by row number also sorts by reader.
         return (
             _Side(rows.argsort(), counts(readers)),
             _Side(owners.argsort(stable=True), counts(owners)),
@@ -210,7 +210,7 @@ _FINISH_LABEL = "## finish row gradients ##"
 class LaggingGradients(SyncAction):
     """A sync action that finishes lagging updates, whose rows the next batch doesn't need.
 
-    Journeys announce theirs by `expect`. Where updates accumulate, none lags.
+    Journeys announce lagging gradients by `expect`. Where updates accumulate, none lags.
     """
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class LaggingGradients(SyncAction):
         """Apply updates from all journeys except those in ``but``.
 
         Collectives:
-            As in `RowJourney.finish`.
+            `RowJourney.finish`'s.
         """
         for journey in self._journeys:
             if journey not in but:
@@ -240,7 +240,7 @@ class LaggingGradients(SyncAction):
         """Apply all updates before a reader sees the tables.
 
         Collectives:
-            As in `RowJourney.finish`, before a read.
+            `RowJourney.finish`'s, before a read.
         """
         if reason is SyncReason.READ:
             self.finish()
@@ -262,7 +262,7 @@ class RowPrefetch(Stage):
         self.can_send_early = updates_at_once and any(self._exchanges)
         """True if there are rows that can come early."""
         self.lagging = LaggingGradients()
-        """The gradients that may still be on their way to owners."""
+        """The gradients that may still be in flight to owners."""
         self._num_lookups = 0
         self._num_writes = 0
 
@@ -275,10 +275,10 @@ class RowPrefetch(Stage):
     ) -> None:
         """Tell all ranks which rows in a batch may come early. Call it on all ranks.
 
-        Does nothing if replicas change rows, too, or if rows are hot for only one batch.
+        It does nothing if replicas change rows, too, or if the two batches' hot rows differ.
 
         Collectives:
-            For each kernel with row exchange, `RowFetch.journeys`'s.
+            `RowFetch.journeys`', for each kernel with row exchange.
         """
         if not self.can_send_early or _hot_ids(notes) is not _hot_ids(running):
             return
@@ -304,7 +304,7 @@ class RowPrefetch(Stage):
             row_context.before = row_context_before.journeys
 
     def let_follow(self, notes: BatchNotes, follower: BatchNotes) -> None:
-        """Send a batch's early rows behind another batch's rows."""
+        """Send a batch's early rows after another batch's rows."""
         notes.prefetch.follower = follower
 
     def drop(self, notes: BatchNotes) -> None:
@@ -313,13 +313,13 @@ class RowPrefetch(Stage):
             context.journeys, context.before = [], []
 
     def send_late(self, notes: BatchNotes) -> None:
-        """Send late rows for the batch that is looked up next. Call it on all ranks.
+        """Send the late rows of the batch to be looked up next. Call it on all ranks.
 
-        A lookup does so by itself; called before it, rows travel while something else is computed.
+        A lookup does this by itself; called earlier, rows travel while something else is computed.
 
         Collectives:
-            As in `RowJourney.send_late`, and those in updates that it waits for; and if the state
-            was read since the last step, those that put rows where lookups find them.
+            `RowJourney.send_late`'s, and those of the updates that it waits for; and if the state
+            was read since the last step, those that move rows to where lookups find them.
         """
         self._finish_updates(notes, self._num_lookups + 1)
         late = [
@@ -344,7 +344,7 @@ class RowPrefetch(Stage):
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Send the next batch's early rows, and the last batch's lagging gradients.
 
-        This batch's rows have come, so the others don't delay them.
+        This batch's rows have arrived, so the others don't delay them.
         """
         prefetch, follower = notes.prefetch, notes.prefetch.follower
         lagging = [journey for context in _row_contexts(notes) for journey in context.before]
@@ -352,7 +352,7 @@ class RowPrefetch(Stage):
         if follower is not None:
             early = [journey for context in _row_contexts(follower) for journey in context.journeys]
             follower.prefetch.due = self._num_lookups + 1
-        # A caller that keeps a step's loss shouldn't keep all following batches' notes.
+        # A caller that keeps a step's loss shouldn't also keep all following batches' notes.
         prefetch.follower = None
         if lagging or early:
             with record_function(_PREFETCH_LABEL):
@@ -367,9 +367,9 @@ class RowPrefetch(Stage):
         self._num_writes += 1
 
     def _finish_updates(self, notes: BatchNotes, lookup: int) -> None:
-        """Apply the updates that a lookup waits for, and forget rows that may have changed."""
+        """Apply the updates that a lookup waits for, and drop rows that may have changed."""
         if (notes.prefetch.loads_seen, notes.prefetch.due) != (self._num_writes, lookup):
-            # Weights were loaded since, or another batch was looked up: all has to come again.
+            # Weights were loaded since, or another batch was looked up: all must be sent again.
             self.drop(notes)
         with record_function(_FINISH_LABEL):
             self.lagging.finish(

@@ -42,12 +42,12 @@ _LABEL = "## capture rows ##"
 
 
 class RowCapture:
-    """Captures the row gradients of one TBE, one entry per backward, until they are taken.
+    """Captures one TBE's row gradients, one entry per backward, until they are taken.
 
-    Peers learn at once how many rows a lookup touches. Gradients travel when the backward is over:
+    Peers learn immediately how many rows a lookup touches. Gradients travel after the backward:
     during it, they would delay the dense gradients, which are on the critical path.
 
-    ``learning_rate`` returns NaN where this rank doesn't know the rate; by default it reads the
+    ``learning_rate`` returns NaN if this rank doesn't know the rate; by default it reads the
     kernel's.
     """
 
@@ -62,7 +62,7 @@ class RowCapture:
         may_send_tables: bool = False,
     ) -> None:
         self.tbe = tbe
-        """The kernel whose fused update is held back."""
+        """The kernel, whose fused update is held back."""
         self._tables = tuple(tables)
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
@@ -78,14 +78,14 @@ class RowCapture:
         self._anchor = torch.zeros(1, requires_grad=True)
 
     def accumulate(self) -> None:
-        """Merge all backwards until the next `take` into one; peers learn of it there."""
+        """Merge all backwards until the next `take`, which then announces them to the peers."""
         self._is_accumulating = True
 
     def lookup(self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None) -> torch.Tensor:
         """Run a forward whose backward is captured, and return its output.
 
         Collectives:
-            A small all-gather over the peers, which nobody waits for before the backward.
+            A small all-gather over the peers, which isn't waited for before the backward.
         """
         return _CapturedLookup.apply(self._anchor, self, run, weights)
 
@@ -125,7 +125,7 @@ class RowCapture:
 
         Collectives:
             After `accumulate`, or several lookups in a backward, a small all-gather over the peers.
-            Per backward and block two all-to-alls over the peers, waited for by
+            Per backward and block, two all-to-alls over the peers, waited for by
             `PendingGradients.gradients`.
         """
         by_backward, self._pending = list(self._pending.values()), {}
@@ -144,8 +144,8 @@ class RowCapture:
         return pending
 
     def _added_up(self, pending: Sequence[PendingGradients]) -> PendingGradients:
-        """Sum the gradients of several lookups into one step of the kernel."""
-        # Backwards of one forward come in reverse.
+        """Sum several lookups' gradients into one step of the kernel."""
+        # One forward's backwards come in reverse order.
         lookup = min((part.lookup for part in pending), key=lambda lookup: lookup.iteration)
         set_iteration(self.tbe, lookup.iteration)
         parts = zip(*(part.blocks for part in pending), strict=True)
@@ -159,12 +159,12 @@ class RowCapture:
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
         for block, captured in zip(self._blocks, gradients, strict=True):
-            # A sum is finite only if all of its numbers are.
+            # A sum is finite only if all of its terms are.
             if math.isfinite(captured.grads.sum().item()):
                 continue
             is_bad = ~captured.grads.isfinite().all(dim=1)
             if not bool(is_bad.any()):
-                continue  # Their sum is too large for their type.
+                continue  # Only their sum is too large for its type.
             rows = dict(zip(block.tables, block.rows_of(captured.keys[is_bad]), strict=True))
             table, row = next((table, row) for table, part in rows.items() for row in part.tolist())
             raise NotFiniteError(

@@ -13,14 +13,14 @@ from torchrec_2dsp.rows.eight_bits import plain
 _ROWS_AT_A_TIME = 2**13
 _ROWS_PER_RANGE = 1024
 _MAX_RANGES = 4
-"""The most differing ranges that an error names."""
+"""The most differing ranges that an error lists."""
 
 
 class DriftCheck:
     """Compares the copies after every n-th sync (0: never), and raises on all ranks if they differ.
 
-    Each rank sends a checksum per thousand rows. One in 2^64 different bit patterns has the same
-    checksum. All ranks in the group list the same shards in the same order.
+    Each rank sends a checksum per thousand rows; different bits have the same checksum in one
+    case of 2^64. All ranks in the group list the same shards in the same order.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DriftCheck:
             return
         tensors = [tensor for shard in self._shards for tensor in shard.tensors.values()]
         sizes = [_num_ranges(tensor) for tensor in tensors]
-        # The last says whether the rank has failed.
+        # The last entry tells whether the rank has failed.
         own_sums = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=tensors[0].device)
         failure: Exception | None = None
         try:
@@ -83,7 +83,7 @@ class DriftCheck:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sum over rows that depends on their order, in one pass."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    # In parts, because all rows in float64 may need more memory than there is.
+    # In parts, because all rows in float64 may not fit into memory.
     for start in range(0, tensor.shape[0], _ROWS_AT_A_TIME):
         part = tensor[start : start + _ROWS_AT_A_TIME]
         rows = part.double() if part.dim() == 1 else part.sum(dim=1, dtype=torch.float64)

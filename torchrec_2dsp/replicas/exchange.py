@@ -1,4 +1,4 @@
-"""Row gradients from several ranks, summed while the ranks go on computing.
+"""Row gradients from several ranks, summed while the ranks keep computing.
 
 At a lookup, ranks tell each other how many rows they touch. After the backward they send rows and
 gradients. When a lookup needs the rows again, each rank waits for the sums:
@@ -32,7 +32,7 @@ from torchrec_2dsp.rows.gradients import (
 )
 
 Sizes = list[list[list[int]]]
-"""Row counts by sending rank, by block, and by receiving rank."""
+"""Row counts by sending rank, block and receiving rank."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Hop:
     group: dist.ProcessGroup
 
     stride: int = 0
-    """This many adjacent keys have one owner, which alone receives their rows. 0: all ranks receive
+    """The number of adjacent keys per owner, which alone receives their rows. 0: all ranks receive
     all rows."""
 
     @property
@@ -66,7 +66,7 @@ class Hop:
     ) -> "ArrivingRows | ArrivingTables":
         """Send a block's rows; ``sizes`` are by sending, then by receiving rank.
 
-        This rank rounds its own gradients, too, so that all ranks add the same numbers.
+        This rank's own gradients are rounded, too, so that all ranks add the same numbers.
 
         Collectives:
             Two all-to-alls on the group, of keys and of gradients, not waited for.
@@ -86,13 +86,13 @@ class Hop:
         return ArrivingRows(coming_keys, coming_grads, codec, rows.grads.shape[1])
 
     def _owners(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return each key's owner; owners of whole ranges would differ in work."""
+        """Return each key's owner; owners of contiguous ranges would differ in work."""
         return (keys // self.stride) % self.num_ranks
 
 
 @dataclass(frozen=True)
 class WholeTablesHop(Hop):
-    """An exchange of all rows' gradients, in one message, for tables of which most are touched."""
+    """Exchanges all rows' gradients in one message, for tables whose rows are mostly touched."""
 
     def start(
         self,
@@ -122,11 +122,11 @@ class ArrivingTables:
     work: dist.Work
     num_ranks: int
     saved_bytes: ClassVar[int] = 0
-    """Bytes that a codec saves: none, as sums travel as they are."""
+    """Bytes that a codec saves: none, because sums travel uncompressed."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent to other ranks, by a ring."""
+        """Bytes sent to other ranks by a ring all-reduce."""
         return 2 * (self.num_ranks - 1) * self.sums.nbytes // self.num_ranks
 
     def wait(self) -> None:
@@ -148,7 +148,7 @@ class ArrivingRows:
     grads: Arriving
     codec: RowCodec
     dim: int
-    """The gradient's width."""
+    """The gradients' width."""
 
     @property
     def num_bytes(self) -> int:
@@ -167,7 +167,7 @@ class ArrivingRows:
         self.grads.wait()
 
     def sum(self) -> BlockGradients:
-        """Wait, then sum by row what all ranks sent, in rank order."""
+        """Wait, then sum all ranks' rows by key, in rank order."""
         places = self.keys.places()
         rows = RowSum(self.keys.wait().index_select(0, places), places)
         sums = rows.of(self.codec.decode(self.grads.wait(), self.dim))
@@ -178,16 +178,16 @@ class ArrivingRows:
 class Route:
     """Hops after which every rank has the sums over all ranks.
 
-    Where several peers share a host, each first sums a part of the host's rows, so that a row
+    If several peers share a host, each first sums a part of the host's rows, so that a row
     leaves the host once; rows from other hosts are shared within the host at the end.
     """
 
     level: tuple[Hop, ...]
     """Hops between hosts, or among all peers."""
     before: tuple[Hop, ...] = ()
-    """Hops inside hosts, which come first."""
+    """Hops inside hosts, before the others."""
     after: tuple[Hop, ...] = ()
-    """Hops inside hosts, which come last."""
+    """Hops inside hosts, after the others."""
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -199,7 +199,7 @@ def routes(peers: Peers) -> tuple[Route, Route]:
     """Return two routes: every rank gathers all rows, or each row's owner sums it first.
 
     The first sends every rank's rows to every other rank. The second sends rows once to their
-    owners and the sums once to all ranks, which is less if many ranks touch the same rows.
+    owners, and the sums once to all ranks, which is less if many ranks touch the same rows.
     """
     if peers.in_host is None or peers.across is None:
         everyone = peers.everyone
@@ -213,11 +213,11 @@ def routes(peers: Peers) -> tuple[Route, Route]:
 
 
 def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bool:
-    """Return whether owners save a group enough rows to be worth a second round.
+    """Return whether owners save a group enough rows to justify a second round.
 
     Example:
         Four ranks have 100 rows each. Without owners, a rank sends 300 rows. With owners, it sends
-        75 rows to them, and a quarter of the sums to three ranks: that saves little if most rows
+        75 rows to them, and a quarter of the sums to three ranks. That saves little if most rows
         are touched by a single rank.
 
         >>> from torchrec_2dsp.replicas.exchange import saves_bytes_by_owner
@@ -230,14 +230,14 @@ def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bo
 
 
 _SMALL_BYTES = 2**14
-"""Tables so small travel whole: their message takes no longer than one without rows."""
+"""Tables this small travel whole, because such a message takes no longer than an empty one."""
 
 
 def saves_bytes_as_tables(blocks: Sequence[Block], sent_rows: Sequence[int]) -> bool:
     """Return whether an all-reduce of whole tables sends no more than a gather of touched rows.
 
-    ``sent_rows`` counts them over all peers, for each block. A gather sends a row to n - 1 peers;
-    an all-reduce sends n-ths of a table twice to each of them.
+    ``sent_rows`` counts these over all peers, by block. A gather sends a row to n - 1 peers;
+    an all-reduce sends an n-th of a table twice to each of them.
 
     Example:
         >>> from torchrec_2dsp.replicas.exchange import saves_bytes_as_tables
@@ -256,7 +256,7 @@ def saves_bytes_as_tables(blocks: Sequence[Block], sent_rows: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Announcement:
-    """An all-gather in flight: each rank's row counts for each owner on the first hop."""
+    """An all-gather in flight: each rank's row counts per owner on the first hop."""
 
     headers: torch.Tensor
     """For each rank, row counts by block and owner, then the learning rate's bits."""
@@ -271,7 +271,7 @@ class Announcement:
                 self.work.wait()
             headers = self.headers.tolist()
         rates = {struct.unpack("d", struct.pack("q", header.pop()))[0] for header in headers}
-        # NaN comes from a rank that doesn't know the learning rate.
+        # A rank that doesn't know the learning rate sends NaN.
         distinct_rates = sorted(rate for rate in rates if not math.isnan(rate))
         if len(distinct_rates) != 1:
             raise SyncError(
@@ -288,7 +288,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class TrackedLookup:
-    """A lookup, as its backward needs it to capture row gradients."""
+    """A lookup with what its backward needs to capture row gradients."""
 
     rows: LookupRows
     iteration: int
@@ -297,7 +297,7 @@ class TrackedLookup:
 
 
 class GradientState(enum.Enum):
-    """The row gradients' progress. They only move down this list."""
+    """The row gradients' progress; it only moves down this list."""
 
     CAPTURED = "a backward has left them on this rank"
     SENDING = "they are on their way to peers in this host, or to all peers if none share a host"
@@ -306,7 +306,7 @@ class GradientState(enum.Enum):
 
 
 class GradientExchange:
-    """Sums the row gradients of one TBE over the ranks that hold the same rows.
+    """Sums one TBE's row gradients over the ranks that hold the same rows.
 
     While rows travel, nothing else may use the peers' groups.
     """
@@ -323,8 +323,8 @@ class GradientExchange:
         self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
         self.by_owner = False
         """True if an owner sums each row next time, as the last overlap suggests. All peers have
-        seen the same overlap, so all choose the same route. To set it by hand, set it on all peers
-        alike, between two steps."""
+        seen the same overlap, so all choose the same route. If you set it, set it to the same
+        value on all peers, between two steps."""
         self.blocks = tuple(blocks)
         """The TBE's blocks."""
         self.codec = codec
@@ -335,7 +335,7 @@ class GradientExchange:
         self._gathered, self._owned = routes(self._peers)
         whole_tables = Route((WholeTablesHop(self._peers.everyone),))
         self._whole_tables = whole_tables if may_send_tables else None
-        # Owners never save bytes between two ranks, which needn't tell what owners would get.
+        # Between two ranks owners never save bytes, so rows needn't be counted by owner.
         announced_route = self._owned if self.num_ranks > 2 else self._gathered
         self._first_hop = announced_route.hops[0]
         members = dist.get_process_group_ranks(self._peers.everyone)
@@ -343,7 +343,7 @@ class GradientExchange:
         self._places = [members.index(rank) for rank in first]
 
     def announce(self, keys: Sequence[torch.Tensor], learning_rate: float) -> Announcement:
-        """Tell the peers each block's touched keys by number; a NaN learning rate is unknown here.
+        """Tell the peers each block's count of touched keys; NaN is an unknown learning rate.
 
         Collectives:
             One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
@@ -360,7 +360,7 @@ class GradientExchange:
         return Announcement(headers.view(self.num_ranks, -1), len(keys), work)
 
     def send(self, pending: "PendingGradients") -> None:
-        """Start to exchange captured gradients.
+        """Start the exchange of captured gradients.
 
         Collectives:
             Per block two all-to-alls, of keys and of gradients, or an all-reduce of all rows'
@@ -402,7 +402,7 @@ class PendingGradients:
         self.learning_rate: float | None = None
         """All ranks' learning rate, known once the gradients are sent."""
         self.blocks = tuple(gradients)
-        """For each block, the sums so far: this rank's, then more and more ranks'."""
+        """For each block, the sums so far: first this rank's, then over more and more ranks."""
         self.state = GradientState.CAPTURED
         """The gradients' progress."""
         self._divisor = divisor
@@ -416,7 +416,7 @@ class PendingGradients:
         """Start a route's first hop; `GradientExchange.send` calls it.
 
         Collectives:
-            Those of `Hop.start` for each block, on the first hop's group.
+            `Hop.start`'s for each block, on the first hop's group.
         """
         assert self.state is GradientState.CAPTURED, "row gradients are sent once"
         self._exchange, self._route = exchange, route
@@ -426,10 +426,10 @@ class PendingGradients:
             self._start_hop(sizes)
 
     def send_to_other_hosts(self) -> None:
-        """Sum what the peers in this host sent, and send the sums to other hosts.
+        """Sum this host's peers' gradients, and send the sums to other hosts.
 
         Collectives:
-            The hops inside the host are waited for, the next one is not.
+            The hops inside the host are waited for, the next hop isn't.
         """
         while self._num_done < len(self._route.before):
             self._finish_hop()
@@ -450,7 +450,7 @@ class PendingGradients:
         """Wait, then return the sums over all ranks, to be applied once.
 
         Collectives:
-            Those of `wait`.
+            `wait`'s.
         """
         assert self.learning_rate is not None, "row gradients are sent before they are applied"
         if self.state is not GradientState.ARRIVED:
@@ -476,7 +476,7 @@ class PendingGradients:
             self._start_hop(self._gather_sizes())
 
     def _gather_sizes(self) -> Sizes:
-        """Gather how many rows each rank sends on the next hop."""
+        """Gather the number of rows that each rank sends on the next hop."""
         hop = self._route.hops[self._num_done]
         own_sizes = torch.stack([hop.part_sizes(block.keys) for block in self.blocks])
         sizes = own_sizes.new_empty((hop.num_ranks * len(own_sizes), own_sizes.shape[1]))

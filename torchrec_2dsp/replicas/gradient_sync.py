@@ -27,7 +27,7 @@ class _SentStep:
     pending: list[list[PendingGradients]]
     """For each TBE, its backwards' gradients."""
     check: Check
-    """Raises if a rank couldn't send."""
+    """The check that raises if a rank couldn't send."""
     sent_at: float
     is_checked: bool = False
 
@@ -35,13 +35,13 @@ class _SentStep:
 class GradientSyncAction(SyncAction):
     """The sync action of `GradientSync` and of hot rows.
 
-    Gradients are sent at the end of a step, and may travel until a lookup needs the rows; up to
-    ``delay`` steps may still wait then. All ranks add the same numbers in the same order, so their
+    Gradients are sent at the end of a step, and may be in flight until a lookup needs the rows;
+    ``delay`` steps may wait even longer. All ranks add the same numbers in the same order, so their
     copies stay equal bit for bit.
 
     There is one capture per TBE, none on a rank without tables; the alarm reaches all ranks. With
     ``precedes_average`` an average follows, which needs updated rows at every sync point, and whose
-    report counts for both.
+    report covers both.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GradientSyncAction(SyncAction):
             capture.accumulate()
 
     def drop(self) -> bool:
-        """Leave a failed step out; all ranks have sent their rows before one refused them."""
+        """Drop a failed step; all ranks had sent their rows before one refused them."""
         if not isinstance(self._failure, NotFiniteError):
             return False
         self._failure = None
@@ -90,10 +90,10 @@ class GradientSyncAction(SyncAction):
         return True
 
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Send or apply captured gradients, whichever ``reason`` asks for.
+        """Send or apply captured gradients, depending on ``reason``.
 
         Collectives:
-            Those of `send` or `apply`.
+            `send`'s or `apply`'s.
         """
         if self._precedes_average:
             self.apply(everything=True)
@@ -107,11 +107,11 @@ class GradientSyncAction(SyncAction):
         """Send the gradients that backwards have captured.
 
         Collectives:
-            Those of `RowCapture.take`, and of `Alarm.check`; and of
-            `PendingGradients.send_to_other_hosts`, if rows are added up inside hosts.
+            `RowCapture.take`'s, and `Alarm.check`'s; and
+            `PendingGradients.send_to_other_hosts`', if rows are summed inside hosts.
         """
         if self._failure is not None:
-            # Some rows of the failed step may have been sent, and others not.
+            # Only some rows of the failed step may have been sent.
             raise self._failure
         if not self._is_unsent:
             return
@@ -119,14 +119,14 @@ class GradientSyncAction(SyncAction):
         pending: list[list[PendingGradients]] = []
         error: TwoDError | None = None
         for capture in self._captures:
-            # After an error, too: peers receive what every kernel sends, and wait in the check.
+            # After an error, too: peers receive every kernel's message, and wait in the check.
             try:
                 pending.append(capture.take())
             except Exception as raised:
                 error = error or as_ours(raised, SyncError)
         check = self._alarm.check(error)
         if self._is_layered:
-            # Peers of a rank that failed would wait for its rows.
+            # Peers would wait for a failed rank's rows.
             self._wait(check)
             for gradients in chain.from_iterable(pending):
                 gradients.send_to_other_hosts()
@@ -136,16 +136,16 @@ class GradientSyncAction(SyncAction):
     # A sync point may be reached in inference mode, whose tensors autograd can't use.
     @torch.inference_mode(mode=False)
     def apply(self, *, everything: bool) -> SyncReport:
-        """Apply steps, oldest first: everything, or all but those that may wait at a lookup.
+        """Apply steps, oldest first: all of them, or all but those that may wait at a lookup.
 
-        All ranks raise one rank's error, before any has applied anything of its step.
+        All ranks raise any rank's error before any rank has applied part of its step.
 
         Collectives:
-            Those of `send` for what isn't sent yet; waits for the others.
+            `send`'s for unsent gradients; the others are waited for.
         """
         self.send()
         needed_at = time.perf_counter()
-        # Steps that may wait are checked, too: if a rank couldn't send, later messages don't match.
+        # Waiting steps are checked, too: if a rank couldn't send, later messages don't match.
         for step in self._steps:
             if not step.is_checked:
                 self._wait(step.check)
@@ -163,7 +163,7 @@ class GradientSyncAction(SyncAction):
         return total
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Return the route of each kernel's next gradients, as the last exchange chose it."""
+        """Return the route of each kernel's next gradients, as chosen by the last exchange."""
         if self._precedes_average:
             return {}
         return {"by_owner": [int(capture.exchange.by_owner) for capture in self._captures]}
@@ -186,7 +186,7 @@ class GradientSyncAction(SyncAction):
         return report
 
     def _wait(self, check: Check) -> None:
-        """Wait until all ranks have sent; after one rank's error, none can send again."""
+        """Wait until all ranks have sent; after any rank's error, none can send again."""
         try:
             check.wait()
         except TwoDError as error:

@@ -1,10 +1,10 @@
-"""Average the touched rows of table shards over the ranks that hold copies.
+"""Average table shards' touched rows over the ranks that hold copies.
 
 Two peers send values, whose average has the bits of a dense average. More peers, or a codec, send
-changes since the last sync, after which every peer had the same values: the average is these plus
+changes since the last sync, when all peers had the same values: the average is those values plus
 the mean change, so that the work grows with the changes, not with the copies.
 
-Where a link takes as long as the arithmetic, sending everything first would take twice as long. So
+If a link takes as long as the arithmetic, sending everything first would take twice as long. So
 shards are cut into ranges, and ranges with few changes travel together.
 """
 
@@ -26,14 +26,14 @@ from torchrec_2dsp.rows.gradients import RowSum
 
 
 def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
-    """Return whether a tensor's changes travel, not its values; a maximum needs values."""
+    """Return whether a tensor's changes are sent instead of its values; a maximum needs values."""
     return shard.codecs[index] is not None or (
         num_peers > 2 and shard.rules[index] is StateRule.AVERAGE
     )
 
 
 def rows_to_send(shard: SyncedShard, changed: ShardRows, num_peers: int) -> ShardRows:
-    """Return a shard's changed rows in the form in which they travel."""
+    """Return a shard's changed rows in wire format."""
     sent = []
     parts = zip(shard.touched.tensors, changed.values, shard.codecs, shard.dims, strict=True)
     for index, (tensor, base, codec, dim) in enumerate(parts):
@@ -78,8 +78,8 @@ _MAX_RANGES = 256
 """The most ranges per shard, because every rank sends its peers a count for each."""
 
 _MESSAGE_BYTES = 2**20
-"""Bytes, from all peers together, that are worth a message: below, its overhead exceeds what an
-early start saves."""
+"""The bytes, from all peers together, that justify a message: below this, its overhead exceeds the
+gain from an early start."""
 
 
 class Piece(NamedTuple):
@@ -88,7 +88,7 @@ class Piece(NamedTuple):
     shard: int
     """The shard's index."""
     counts: tuple[int, ...]
-    """For each peer, how many of these rows it has changed."""
+    """The number of these rows that each peer has changed."""
 
 
 def range_ends(shard: SyncedShard) -> torch.Tensor:
@@ -105,7 +105,7 @@ def messages(
     """Pack changed rows, counted by shard, range and peer, into messages.
 
     Example:
-        Two shards and two peers. A range with many changes travels alone, others go together.
+        Two shards and two peers. A range with many changes travels alone, others travel together.
 
         >>> from torchrec_2dsp.replicas.row_average import messages
         >>> for pieces in messages([[[9000, 8000], [5, 7], [6, 8]], [[1, 0]]], [256, 128]):
@@ -177,7 +177,7 @@ class AverageTransfer:
         return (plain - encoded) * (len(self._layouts) - 1)
 
     def arrived(self) -> Iterator[tuple[Piece, list[ShardRows]]]:
-        """Wait, then yield each piece with what every peer sent."""
+        """Wait, then yield each piece with every peer's rows."""
         received = [
             iter(unpack(*pair))
             for pair in zip(self._arriving.by_rank(), self._layouts, strict=True)
@@ -221,11 +221,11 @@ class _OwnRows(NamedTuple):
 class RowAverage:
     """Averages the rows that changed since the last run; then all copies are equal, bit for bit.
 
-    Each peer sends the rows that it has changed. Where a peer didn't send a row, its copy is the
-    base, which every peer knows. So all compute the average over all copies in the same order.
+    Each peer sends the rows that it has changed. If a peer didn't send a row, its copy is the
+    base, which every peer knows. So all peers average all copies in the same order.
 
     All ranks in the group list the same shards in the same order; the group is full duplex on gloo.
-    The alarm reaches all ranks, also those without copies.
+    The alarm reaches all ranks, including those without copies.
     """
 
     def __init__(
@@ -253,9 +253,9 @@ class RowAverage:
         """Average all shards' touched rows.
 
         Collectives:
-            An all-reduce of 8 bytes on the alarm's group, by which an error of one rank is raised
-            by all; one all-gather of a header and all-to-alls on the group, and all-reduces of the
-            shards of which too many rows were touched.
+            An all-reduce of 8 bytes on the alarm's group, by which all ranks raise a rank's error;
+            one all-gather of a header and all-to-alls on the group, and all-reduces of the
+            shards with too many touched rows.
         """
         own_rows: list[_OwnRows | None] = []
         error: TwoDError | None = None
@@ -302,7 +302,7 @@ class RowAverage:
     def _announce(
         self, own_rows: Sequence[_OwnRows | None]
     ) -> tuple[list[torch.Tensor], dist.Work]:
-        """Start to gather each peer's row counts, by shard and range.
+        """Start gathering each peer's row counts, by shard and range.
 
         Peers ignore the announcement of a rank that failed to collect its rows.
         """

@@ -1,4 +1,4 @@
-"""`SyncAction`: one way to make copies equal, the reasons to run it, and the report on it."""
+"""`SyncAction`: one way to make copies equal, the reasons to run it, and its report."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,13 @@ from operator import add
 
 
 class SyncReason(enum.Enum):
-    """The reason for which a program reaches a sync point."""
+    """The reason why a program reaches a sync point."""
 
     BACKWARD_OVER = "a backward is over"
-    """Sends what is captured, and takes an average that is due. Nobody needs the rows yet."""
+    """Sends captured gradients, and averages if due. Nobody needs the rows yet."""
 
     LOOKUP = "rows are about to be looked up in training"
-    """Applies what was sent, except for steps that may be late."""
+    """Applies sent gradients, except those of steps that may be late."""
 
     READ = "someone looks at the replicas: a checkpoint, an evaluation, a user"
     """Applies everything; all copies are equal afterwards."""
@@ -43,11 +43,11 @@ class SyncReport:
     """Wall-clock time on this rank."""
 
     window_s: float = 0.0
-    """The time for which the exchange of row gradients could overlap with compute: from the send
+    """The time in which the exchange of row gradients could overlap with compute: from the send
     until a lookup needed the rows."""
 
     waited_s: float = 0.0
-    """The time for which this rank then still waited for row gradients; with NCCL, where a CUDA
+    """The time for which this rank then waited for row gradients; with NCCL, where a CUDA
     stream waits, only the thread's share."""
 
     saved_bytes: int = 0
@@ -72,7 +72,7 @@ class SyncAction:
         """Merge all backwards until the next sync into one update."""
 
     def drop(self) -> bool:
-        """Leave out what has raised a `NotFiniteError` on all ranks; return whether there was."""
+        """Drop what raised a `NotFiniteError` on all ranks; return whether anything did."""
         return False
 
     def reach(self, reason: SyncReason) -> SyncReport:
@@ -84,4 +84,4 @@ class SyncAction:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Continue from another such action's state."""
+        """Continue from the state of another action of this kind."""

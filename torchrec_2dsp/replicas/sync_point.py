@@ -15,9 +15,9 @@ from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 
 class WeightSyncAction(SyncAction):
-    """`WeightSync`'s action: an average, and the step count that says when it is due.
+    """`WeightSync`'s action: an average, and the step count that tells when it is due.
 
-    A step has one backward and several sync points, of which the first counts the step.
+    A step has one backward and several sync points; the first of them counts the step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WeightSyncAction(SyncAction):
         return self._pending
 
     def drop(self) -> bool:
-        """Leave out the average that is due; the replicas are as different as before."""
+        """Drop the average that is due; the replicas stay as different as before."""
         was_pending, self._pending, self._is_due = self._pending, False, False
         return was_pending
 
@@ -78,7 +78,7 @@ _LABEL = "## replica sync ##"
 class SyncPoint:
     """A sharded module's sync.
 
-    A training backward leaves its actions pending. Whatever comes first, ``model.sync()``, the
+    A training backward leaves its actions pending. The first trigger, ``model.sync()``, the
     fused optimizer's ``step()``, the next lookup or a read, runs the actions that can't wait any
     longer; later triggers find nothing to do. All ranks reach the same trigger first because they
     run the same program.
@@ -99,7 +99,7 @@ class SyncPoint:
         return any(action.pending for action in self._actions)
 
     def hold(self) -> None:
-        """Let backwards wait until `release`, and merge them into one update then.
+        """Let backwards wait until `release`, and then merge them into one update.
 
         Collectives:
             A lookup's sync, for the backwards so far.
@@ -110,7 +110,7 @@ class SyncPoint:
             action.accumulate()
 
     def release(self) -> None:
-        """Let the next sync take what has waited."""
+        """Let the next sync take the waiting backwards."""
         self.is_held = False
 
     def backward_seen(self) -> None:
@@ -119,7 +119,7 @@ class SyncPoint:
             action.backward_seen()
 
     def drop(self) -> bool:
-        """Leave out what has raised a `NotFiniteError` on all ranks; return whether there was."""
+        """Drop what raised a `NotFiniteError` on all ranks; return whether anything did."""
         dropped = [action.drop() for action in self._actions]
         return any(dropped)
 
@@ -130,7 +130,7 @@ class SyncPoint:
         """Sync what is due; a no-op if nothing is.
 
         Raises:
-            SyncError: the tables are read while backwards wait for others of their step.
+            SyncError: the tables are read while backwards wait for others in their step.
         """
         if not self.pending:
             return SyncReport()
@@ -164,13 +164,13 @@ class SyncPoint:
         return [action for action in self._actions if isinstance(action, WeightSyncAction)]
 
     def state_dict(self) -> list[dict[str, list[int]]]:
-        """Return what this rank's next syncs depend on beside the tables, one dict per action.
+        """Return the state, beside the tables, that this rank's next syncs depend on, by action.
 
         Read it while nothing is pending.
         """
         return [action.state_dict() for action in self._actions]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Continue from a sync point's state, with the same plan and rank."""
+        """Continue from the state of a sync point with the same plan and rank."""
         for action, state in zip(self._actions, states, strict=True):
             action.load_state_dict(state)

@@ -1,7 +1,7 @@
 """A table shard whose copies are averaged: its states' rules, and the rows that have changed.
 
-Replicas are equal after a sync. A row's value from then is its *base*, which is still the copy of
-every peer that hasn't changed the row since.
+Replicas are equal after a sync. A row's value at that time is its *base*, which is still the copy
+of every peer that hasn't changed the row since.
 """
 
 import enum
@@ -16,10 +16,10 @@ from torchrec_2dsp.errors import UnsupportedError
 
 
 class StateRule(enum.Enum):
-    """The rule by which a tensor's copies become one."""
+    """The rule that turns a tensor's copies into one."""
 
     AVERAGE = "average"
-    """The copies' mean, for what accumulates or decays with the gradients."""
+    """The copies' mean, for state that accumulates or decays with the gradients."""
 
     MAX = "max"
     """The largest copy, for when a row was last seen, and how often."""
@@ -81,14 +81,14 @@ class TableShard:
         return next(iter(self.tensors.values())).device
 
     def synced(self, is_synced: Callable[[str], bool] = lambda name: True) -> "TableShard":
-        """Return the shard with those of its tensors that are equal after a sync."""
+        """Return the shard with only those tensors that are equal after a sync."""
         names = [name for name in self.tensors if name not in UNSYNCED_STATES and is_synced(name)]
         return replace(self, tensors={name: self.tensors[name] for name in names})
 
 
 _ROW_WORK = 3.3
-"""The cost of a wide row looked up and put back singly, relative to its share of a whole shard,
-where sending costs almost nothing: measured over loopback. A slower link favours single rows."""
+"""The cost of looking up and writing back a wide row singly, relative to its share of a whole
+shard, if sending costs nearly nothing: measured over loopback. Slower links favour single rows."""
 
 _ROW_OVERHEAD = 96
 """A single row's overhead in bytes: its id is sent, sorted and searched."""
@@ -98,7 +98,7 @@ def break_even_share(row_bytes: int, num_peers: int) -> float:
     """Return the share of touched rows above which averaging the whole shard can be faster.
 
     A ring all-reduce moves ``2 (M - 1) / M`` times the shard, touched rows go to each of the
-    ``M - 1`` peers. The work per row is weighed as on a fast link, so that touched rows are never
+    ``M - 1`` peers. The work per row is weighted as on a fast link, so that touched rows are never
     much slower; on slower links, they break even at larger shares.
 
     Example:
@@ -117,7 +117,7 @@ class ShardRows:
     """Distinct row ids, ascending, int64 `[n]`."""
 
     values: tuple[torch.Tensor, ...]
-    """For each tensor, these rows' bases, or what a peer sends for them."""
+    """For each tensor, these rows' bases, or a peer's values for them."""
 
     def part(self, places: slice) -> "ShardRows":
         """Return the rows at these places."""
@@ -125,11 +125,11 @@ class ShardRows:
 
 
 class TouchedRows:
-    """Notes the rows of one table shard before they change.
+    """Notes one table shard's rows before they change.
 
     A bitmap marks noted rows; it exists from the second backward after a sync. Once too many rows
-    are noted (``max_share``), their bases are dropped and only the bitmap stays: it is faster then
-    to send the whole shard.
+    are noted (``max_share``), their bases are dropped and only the bitmap stays, because sending
+    the whole shard is then faster.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], max_share: float) -> None:

@@ -13,7 +13,7 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class ShardAverage:
-    """Averages all shards, whatever has changed, as TorchRec does.
+    """Averages all shards, whether changed or not, as TorchRec does.
 
     TorchRec passes all tensors to one collective, for which gloo copies them. Here large tensors
     are averaged in place. All ranks in the group list the same shards in the same order.
@@ -42,7 +42,7 @@ class ShardAverage:
 
         Collectives:
             For each dtype and rule, a coalesced all-reduce for at most 64 MiB of tensors, and one
-            for each tensor that is larger.
+            for each larger tensor.
         """
         report = SyncReport(num_rows=self._num_rows)
         for tensors, op in self._messages:
@@ -60,11 +60,11 @@ class ShardAverage:
 def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncReport:
     """All-reduce a shard's tensors in place.
 
-    The mean of equal floats is surely that float only for a power of two of them. With another
-    number of peers, rows that no peer has touched are kept as they are.
+    The mean of equal floats is certain to be that float only for a power of two of them. With
+    another number of peers, rows that no peer has touched are kept unchanged.
 
     Collectives:
-        One all-reduce per tensor; with other numbers of peers one of the bitmaps, and one per
+        One all-reduce per tensor; with other numbers of peers one for the bitmaps, and one per
         64 MiB of each tensor.
     """
     touched, world_size = shard.touched, dist.get_world_size(group)

@@ -1,8 +1,8 @@
 """`EightBitRows`: a table's rows in 8 bits, which read and write like float32.
 
-A row is kept as FBGEMM's fused 8-bit rows are: a byte for each number, then the row's scale and its
-smallest number in float32. Scales are powers of two, and smallest numbers multiples of them: what
-is read is what is kept, to the last bit, and writing it back changes nothing. So rows can be saved,
+A row is stored like FBGEMM's fused 8-bit rows: a byte for each number, then the row's scale and its
+smallest number in float32. Scales are powers of two, and smallest numbers multiples of them, so
+reading is exact to the last bit, and writing a read row back changes nothing. Rows can be saved,
 loaded and moved as float32. Some rows can be kept exactly, such as those with replicas.
 """
 
@@ -17,20 +17,20 @@ from torch.utils._pytree import tree_map
 from torchrec_2dsp._compat.tensors import tensor_without_storage
 
 NUM_EXTRA_BYTES = 8
-"""Bytes of a row besides its numbers' own."""
+"""A row's bytes in addition to its numbers' own."""
 
 _LARGEST_CODE = 254
-"""The steps between a row's extremes: one less than fit, as the smallest may be put down a step."""
+"""The steps between a row's extremes: one fewer than fit, as the smallest may drop by a step."""
 _WRITTEN_TOGETHER = 2**16
-"""Rows that are rounded at a time, which takes several times their memory."""
+"""The number of rows that are rounded at a time, as this takes several times their memory."""
 _BITS = 24
-"""The bits of a float32 number's digits."""
+"""The bits in a float32 number's significand."""
 
 
 def encoded(rows: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """Return float32 rows in 8 bits.
 
-    Numbers are rounded to the nearest, or up where their draw is large enough. A row with NaN or
+    Numbers are rounded to the nearest, or up if their draw is large enough. A row with NaN or
     infinity becomes NaN.
 
     Args:
@@ -48,10 +48,10 @@ def encoded(rows: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tens
     """
     low, high = rows.aminmax(dim=1, keepdim=True)
     low, high = low.double(), high.double()
-    # A step may not be smaller than what float32 tells apart next to the largest number.
+    # A step must not be smaller than float32's resolution at the largest number.
     smallest_scale = low.abs().maximum(high.abs()) * 2.0 ** (1 - _BITS)
     least = ((high - low) / _LARGEST_CODE).maximum(smallest_scale).clamp(min=2.0**-126)
-    # 0.5 <= mantissa < 1, so that a power of two is its own.
+    # 0.5 <= mantissa < 1, so that a power of two stays itself.
     mantissa, exponent = least.frexp()
     exponent = exponent - (mantissa == 0.5).int()
     scale = torch.ldexp(torch.ones_like(low), exponent)
@@ -76,7 +76,7 @@ def decoded(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class RowStore:
-    """Rows in 8 bits, and those of them that are kept exactly."""
+    """Rows in 8 bits, some of which are kept exactly."""
 
     packed: torch.Tensor
     """All rows' bytes, ``[rows, dim + 8]``."""
@@ -89,13 +89,13 @@ class RowStore:
 
     @classmethod
     def zeros(cls, num_rows: int, dim: int, device: torch.device) -> "RowStore":
-        """Make rows of zeros, none of which is kept exactly."""
+        """Create rows of zeros, none of which is kept exactly."""
         packed = torch.zeros(num_rows, dim + NUM_EXTRA_BYTES, dtype=torch.uint8, device=device)
         numbers = torch.empty(0, dtype=torch.int64, device=device)
         return cls(packed, numbers, torch.empty(0, dim, device=device))
 
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return these rows."""
+        """Return the rows with these numbers."""
         rows = decoded(self.packed.index_select(0, numbers))
         if self.exact_numbers.numel():
             places, slots = self._exact_among(numbers)
@@ -105,7 +105,7 @@ class RowStore:
     def write(
         self, numbers: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None
     ) -> None:
-        """Write these rows; none may occur twice."""
+        """Write the rows with these numbers, which must be distinct."""
         for first in range(0, numbers.numel(), _WRITTEN_TOGETHER):
             part = slice(first, first + _WRITTEN_TOGETHER)
             of_part = encoded(rows[part].float(), None if draws is None else draws[part])
@@ -116,13 +116,13 @@ class RowStore:
 
     @classmethod
     def unrounded(cls, num_rows: int, dim: int, device: torch.device) -> "RowStore":
-        """Make unwritten rows, all of which are kept exactly."""
+        """Create unwritten rows, all of which are kept exactly."""
         store = cls.zeros(num_rows, dim, device)
         numbers = torch.arange(num_rows, device=device)
         return cls(store.packed, numbers, torch.empty(num_rows, dim, device=device))
 
     def keep_exactly(self, numbers: torch.Tensor) -> None:
-        """Keep these rows exactly from now on, and no others."""
+        """Keep these rows, and no others, exactly from now on."""
         numbers = numbers.sort().values
         self.exact_numbers, self.exact = numbers, self.read(numbers)
 
@@ -137,9 +137,9 @@ class RowStore:
 class EightBitRows(torch.Tensor):
     """A table's float32 rows, or some successive ones, in a `RowStore`.
 
-    Rows are read and written by torch's operators for rows, such as `index_select`, `copy_` and
+    Rows are read and written by torch's row operators, such as `index_select`, `copy_` and
     ``rows[numbers] = values``; other operators get a float32 copy, which is written back if they
-    change it. Views of anything but successive rows are refused: writes to them would be lost.
+    change it. Views other than of successive rows are refused, as writes to them would be lost.
     """
 
     store: RowStore
@@ -149,7 +149,7 @@ class EightBitRows(torch.Tensor):
     def __new__(
         cls: type["EightBitRows"], store: RowStore, first: int = 0, num_rows: int | None = None
     ) -> "EightBitRows":
-        """Show ``num_rows`` rows of a store from the ``first`` on, by default all."""
+        """Present ``num_rows`` rows of a store, starting at ``first``; by default all."""
         num_rows = len(store.packed) if num_rows is None else num_rows
         shape = (num_rows, store.exact.shape[1])
         rows = tensor_without_storage(cls, shape, torch.float32, store.packed.device)
@@ -157,7 +157,7 @@ class EightBitRows(torch.Tensor):
         return rows
 
     def numbers(self) -> torch.Tensor:
-        """Return the store's numbers of these rows."""
+        """Return these rows' numbers in the store."""
         return torch.arange(self.first, self.first + self.shape[0], device=self.store.packed.device)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore
@@ -194,7 +194,7 @@ class EightBitRows(torch.Tensor):
 
 
 def _run_on_copies(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Run an operator on float32 copies, and write back the one that it changes."""
+    """Run an operator on float32 copies, and write back the copy that it changes."""
     copies: dict[int, torch.Tensor] = {}
 
     def float_copy(value: Any) -> Any:
@@ -258,7 +258,7 @@ def _put(
 def _only_numbers(
     rows: EightBitRows, indices: Sequence[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """Return the store's numbers of the rows that indices mean; `None` if they mean columns."""
+    """Return the store's numbers of the indexed rows; `None` if columns are indexed."""
     numbers, *columns = indices
     if columns or numbers is None or numbers.dim() != 1:
         return None
@@ -336,7 +336,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     _aten.is_pinned.default: lambda rows, *_: False,
     _aten.new_empty.default: _unwritten,
 }
-"""The operators that don't need a copy of all rows."""
+"""The operators that need no copy of all rows."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels for rows. Only what runs them imports this: Triton comes with torch for CUDA."""
+"""Triton kernels for rows. Import this only to run them: Triton comes with torch for CUDA."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _NUMBERS = 1024
-"""The numbers that a program updates: eight for each thread of four warps."""
+"""The numbers that a program updates: eight per thread in four warps."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class RowsInMemory:
     """A block's rows and their optimizer states, by their places in memory."""
 
     weights: torch.Tensor
-    """All numbers in their storage; the row ``key`` of a run begins at
+    """All numbers in their storage; a run's row ``key`` begins at
     ``weight_starts[run] * unit + key * dim``."""
     states: torch.Tensor
     """Likewise, in units if there is a number per weight; without a state, the weights again."""
     state_columns: int
-    """The numbers of a row's state: 0, 1 or the row's dim."""
+    """The numbers in a row's state: 0, 1 or the row's dim."""
     first_keys: torch.Tensor
-    """Each run's first key, filled up to a power of two."""
+    """Each run's first key, padded to a power of two."""
     weight_starts: torch.Tensor
     state_starts: torch.Tensor
     unit: int
@@ -36,12 +36,12 @@ class RowsInMemory:
 def rows_in_memory(
     first_keys: Sequence[int], tensors: Sequence[tuple[torch.Tensor, ...]]
 ) -> RowsInMemory:
-    """Find the rows of runs of tables.
+    """Locate the rows of runs of tables.
 
     Args:
-        first_keys: each run's, ascending.
-        tensors: each run's weights, `[rows, dim]`, and at most one state for all rows. The weights
-            of all runs are in one storage, and so are the states.
+        first_keys: each run's first key, ascending.
+        tensors: each run's weights, `[rows, dim]`, and at most one state for all rows. All runs'
+            weights are in one storage, and so are their states.
     """
     weights, *states = tensors[0]
     dim, device = weights.shape[1], weights.device
@@ -80,7 +80,7 @@ def update_rows(
 ) -> None:
     """Update distinct rows in place, each by its gradient: float32, `[n, dim]`.
 
-    By the number of their states, this is SGD, row-wise AdaGrad or AdaGrad, as in
+    Depending on the number of states, this is SGD, row-wise AdaGrad or AdaGrad, as in
     `torchrec_2dsp.optim`, in float32; weights are rounded to the nearest number of their type.
     """
     num_rows, dim = grads.shape

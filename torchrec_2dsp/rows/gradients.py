@@ -1,7 +1,7 @@
 """Row gradients: `LookupRows` turns an output's gradient into one gradient per distinct row.
 
-A TBE's tables with one dimension form a block, whose rows are numbered through. A row's number in
-its block is its *key*: one sort over keys replaces one per table.
+A TBE's tables with the same dim form a block, whose rows are numbered consecutively. A row's number
+in its block is its *key*: one sort over keys replaces one per table.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torchrec_2dsp.comms.collectives import constant
 
 @dataclass(frozen=True)
 class Block:
-    """A TBE's tables with the same dimension, their rows numbered in one sequence."""
+    """A TBE's tables with the same dim, their rows numbered in one sequence."""
 
     dim: int
 
@@ -31,7 +31,7 @@ class Block:
     bases: tuple[int, ...]
 
     num_rows: int
-    """All tables' rows together."""
+    """The number of rows in all tables together."""
 
     @property
     def key_dtype(self) -> torch.dtype:
@@ -39,7 +39,7 @@ class Block:
         return torch.int32 if self.num_rows <= _MAX_INT32 else torch.int64
 
     def feature_bases(self, shape: TbeShape, device: torch.device) -> torch.Tensor:
-        """Return each feature's first key, that of its table's first row."""
+        """Return each feature's first key, which is its table's first row's."""
         base_of = dict(zip(self.tables, self.bases, strict=True))
         bases = [base_of[shape.feature_tables[feature]] for feature in self.features]
         return constant(tuple(bases), device)
@@ -106,7 +106,7 @@ class RowGradients:
 
     @property
     def num_rows(self) -> int:
-        """Touched rows in all tables."""
+        """The number of touched rows in all tables."""
         return sum(block.keys.numel() for block in self.blocks)
 
 
@@ -122,7 +122,7 @@ class Lookup:
 
 
 class RowSum:
-    """Sums contributions by row; they are sorted by row once, for all sums.
+    """Sums contributions by row, which are sorted by row once, for all sums.
 
     A row's contributions are added in the given order. In the batch's order, that equals FBGEMM's
     fused backward on a CPU bit for bit (unweighted sums, one feature per table). The result is
@@ -148,9 +148,9 @@ class RowSum:
         self._order, self._offsets = order, starts_of(counts)
         self._sources = order if sources is None else sources.index_select(0, order)
         self._weights = None if weights is None else weights.index_select(0, order)
-        # A GPU has just been waited for, to know how many rows there are.
+        # The GPU has just been waited for anyway, to learn the number of rows.
         self.is_in_parts = keys.is_cuda and counts.numel() > 0 and int(counts.max()) > _PART
-        """True if long sums are computed in parts, side by side."""
+        """True if long sums are computed in parts, in parallel."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -164,7 +164,7 @@ class RowSum:
             return contributions.new_empty((0, contributions.shape[1]))
         if not self.is_in_parts:
             return sum_bags(contributions, self._sources, self._offsets, self._weights)
-        # Rows begin in the middle of parts: these are cut there, too.
+        # Rows begin in the middle of parts, which are cut there, too.
         cuts = torch.arange(0, self._sources.numel(), _PART, device=self.keys.device)
         bounds = torch.cat([self._offsets, cuts]).sort().values
         parts = sum_bags(contributions, self._sources, bounds, self._weights)
@@ -179,7 +179,7 @@ class RowSum:
         return other
 
     def weight_gradients(self, rows: torch.Tensor, contributions: torch.Tensor) -> torch.Tensor:
-        """Return the gradients of weights with which rows were summed, in the given order.
+        """Return the gradients of the weights with which rows were summed, in the given order.
 
         Each is the inner product of the weight's row and its contribution.
         """
@@ -190,8 +190,8 @@ class RowSum:
 
 
 _PART = 512
-"""The most contributions that are added one after the other where rows have more. A warp adds one
-bag: with a few very frequent ids, all others would wait for it."""
+"""The most contributions that are added sequentially if rows have more. A warp adds one
+bag, so with a few very frequent ids, all other warps would wait for it."""
 
 
 class LookupRows:
@@ -253,7 +253,7 @@ class LookupRows:
 def _by_block(
     shape: TbeShape, blocks: Sequence[Block], lookup: Lookup
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Return each block's ids, their number in each bag, `[features, batch]`, and their weights."""
+    """Return each block's ids, their count per bag, `[features, batch]`, and their weights."""
     num_features = len(shape.feature_tables)
     batch_size = (lookup.offsets.numel() - 1) // num_features
     lengths = lookup.offsets.diff().view(num_features, batch_size)
@@ -294,10 +294,10 @@ def _sum_by_row(
 
 
 def stable_sort(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers, 0 or more, in ascending order, and their places; equal ones keep theirs.
+    """Return numbers >= 0 in ascending order, and their places; equal numbers keep their order.
 
-    On a CPU NumPy's vector instructions sort each number joined to its place, as one integer: a
-    tenth of the time of torch's stable sort.
+    On a CPU, NumPy's vector instructions sort numbers joined to their places as single integers, in
+    a tenth of the time of torch's stable sort.
 
     Example:
         >>> import torch
@@ -323,9 +323,9 @@ def false_and_true(flags: torch.Tensor, num_true: int) -> tuple[torch.Tensor, to
 
 
 def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
-    """Repeat each value, or each row, as often as its count says, ``size`` in all.
+    """Repeat each value, or each row, as often as its count says, ``size`` in total.
 
-    On a GPU each number looks its value up: torch's kernel has one warp write all that are equal.
+    On a GPU each output looks its value up: in torch's kernel one warp writes all equal values.
 
     Example:
         >>> import torch
@@ -344,13 +344,13 @@ def sources_of_bags(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return each id's bag among those with gradients, and the id's factor in it.
 
-    Ids come feature by feature; ``lengths`` are `[features, batch]`. A mean is a weighted sum.
+    Ids are ordered by feature; ``lengths`` are `[features, batch]`. A mean is a weighted sum.
     """
     per_bag = lengths.reshape(-1)
     if is_mean:
         shares = repeated(per_bag.clamp(min=1).float().reciprocal(), per_bag, num_ids)
         weights = shares if weights is None else weights * shares
-    # Gradients are ordered sample by sample, ids feature by feature.
+    # Gradients are ordered by sample, ids by feature.
     num_features, batch_size = lengths.shape
     places = transposed(num_features, batch_size, lengths.device)
     return repeated(places, per_bag, num_ids), weights
@@ -359,9 +359,9 @@ def sources_of_bags(
 def transposed(
     num_rows: int, num_columns: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Return the place in a transposed matrix of each number of a matrix, row by row.
+    """Return each number's place in the transposed matrix, row by row.
 
-    Batches of one size share it; streams of a GPU, which don't wait for each other, don't.
+    Batches of one size share the result; a GPU's streams, which don't wait for each other, don't.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     return _transposed((num_columns, num_rows), device, dtype, stream)

@@ -1,7 +1,7 @@
-"""Stochastic rounding of rows in 16 bits, alike on all ranks and devices.
+"""Stochastic rounding of rows in 16 bits, the same on all ranks and devices.
 
 A number is rounded to one of its two neighbours, up with a probability that makes the mean exact.
-The draws aren't a stream: each is a hash of a seed, the step, the table, the row and the column. So
+Draws aren't a stream: each is a hash of a seed, the step, the table, the row and the column. So
 copies of a row draw the same numbers, wherever they are and however tables are sharded.
 """
 
@@ -15,15 +15,15 @@ import torch
 from torchrec_2dsp.rows.gradients import Block
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-"""The types of rows that are rounded."""
+"""The types in which rows are rounded."""
 
 _LANES = 4
-"""The draws in a hash of 64 bits."""
+"""The number of draws in a 64-bit hash."""
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def _mixed_(words: torch.Tensor) -> torch.Tensor:
-    """Mix 64-bit words in place (the finaliser of SplitMix64), so that each bit depends on all."""
+    """Mix 64-bit words in place (SplitMix64's finaliser), so that each bit depends on all bits."""
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(multiplier)
     return words.bitwise_xor_((words >> 31).bitwise_and_(2**33 - 1))
@@ -31,12 +31,12 @@ def _mixed_(words: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RoundedTable:
-    """A kernel's table, as its draws know it: by the whole table's name, rows and columns."""
+    """A kernel's table as its draws see it: by the whole table's name, rows and columns."""
 
     name: str
     first_column: int
     numbers: Callable[[torch.Tensor], torch.Tensor]
-    """Returns the whole table's numbers of the kernel's rows."""
+    """Returns the whole table's row numbers for the kernel's rows."""
 
     def draws(self, rows: torch.Tensor, num_columns: int, *, seed: int, step: int) -> torch.Tensor:
         """Draw 16 bits for each number in the kernel's ``rows`` at a step, `[rows, columns]`."""
@@ -58,7 +58,7 @@ class StochasticRounding:
 
     seed: int
     tables: tuple[RoundedTable, ...]
-    """The kernel's tables, by their number."""
+    """The kernel's tables, by number."""
 
     def draws(self, block: Block, keys: torch.Tensor, step: int) -> torch.Tensor:
         """Draw 16 bits for each number in the rows with ascending ``keys``, `[keys, dim]`."""
@@ -72,11 +72,11 @@ class StochasticRounding:
 
 
 def rounded(values: torch.Tensor, draws: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values to a 16-bit type, up where a draw is large enough.
+    """Round float32 values to a 16-bit type, up if a draw is large enough.
 
-    The mean over all draws is the value. Only where float16 is subnormal, the value's distance to
-    its neighbours counts in steps of 2^-13. What no number of the type is large enough for, and
-    NaN, is rounded to the nearest, as torch does.
+    The mean over all draws is the value. Only for float16's subnormal numbers, the distance to
+    neighbours counts in steps of 2^-13. NaN, and values too large for the type, are rounded to
+    the nearest, as torch does.
 
     Args:
         values: float32.

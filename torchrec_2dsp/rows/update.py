@@ -59,13 +59,13 @@ _MAX_PADDING = 4
 
 
 def even_bags(starts: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """Return offsets that cut each feature's ids into equally many bags, alike in size.
+    """Return offsets that cut each feature's ids into the same number of bags, similar in size.
 
-    A GPU's warp takes one bag after the other, so for a sequence kernel, whose output doesn't know
-    of bags, many short ones are read by many warps at once.
+    A GPU's warp takes one bag after another. For a sequence kernel, whose output doesn't depend
+    on bags, many short bags are read by many warps at once.
 
     Args:
-        starts: each feature's first place among the ids, and the end of the last.
+        starts: each feature's first place among the ids, and the last feature's end.
         num_ids: the number of all ids, which is known without asking the GPU.
 
     Example:
@@ -86,8 +86,8 @@ class RowUpdater:
 
     A forward over the distinct rows, one row per bag, and a backward with each row's gradient equal
     the fused update bit for bit, for FBGEMM's exact optimizers. Each feature has as many bags as
-    the one with the most rows; where most bags would be empty, rows are looked up as a sequence,
-    whose kernel rounds differently. So they are on a GPU.
+    the one with the most rows; if most bags would be empty, rows are looked up as a sequence,
+    whose kernel rounds differently. On a GPU they always are.
     """
 
     def __init__(self, tbe: Tbe) -> None:
@@ -99,7 +99,7 @@ class RowUpdater:
 
     @property
     def num_tables(self) -> int:
-        """The kernel's table count."""
+        """The number of tables in the kernel."""
         return self._shape.num_tables
 
     def apply(self, gradients: RowGradients) -> None:
@@ -145,7 +145,7 @@ class RowUpdater:
 
 
 class _Starts:
-    """Finds the rows of each feature among keys, on their device."""
+    """Finds each feature's rows among keys, on the keys' device."""
 
     def __init__(self, shape: TbeShape, block: Block, device: torch.device) -> None:
         firsts = [shape.features_of(table)[0] for table in block.tables]
@@ -156,7 +156,7 @@ class _Starts:
         self._starts = torch.tensor(starts, device=device)
 
     def of(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row numbers of ascending ``keys``, and where each feature's begin."""
+        """Return the row numbers for ascending ``keys``, and each feature's start among them."""
         keys = keys.long()
         starts = torch.searchsorted(keys, self._bases)
         tables = torch.searchsorted(self._bases, keys, right=True) - 1
@@ -192,7 +192,7 @@ class DirectLookup:
     """Runs a kernel's forward, and updates its rows in the backward pass, or at any time.
 
     A `Rule` updates them, or the `quickest_updater` if there is none. On a CPU, FBGEMM's sequence
-    kernel has a backward pass that takes six times as long, and some optimizers have none.
+    kernel's backward pass takes six times as long, and some optimizers have none.
     """
 
     def __init__(self, tbe: Tbe, rule: Rule | None) -> None:
@@ -206,7 +206,7 @@ class DirectLookup:
     def lookup(
         self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the kernel's forward, with per-sample ``weights``; its backward pass updates."""
+        """Run the kernel's forward with per-sample ``weights``; its backward pass updates rows."""
         output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run, weights)  # pyright: ignore[reportAssignmentType]
         return output
 
@@ -225,7 +225,7 @@ class DirectLookup:
         self._updater.apply(RowGradients(tuple(gradients), step))
 
     def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
-        """Update rows in a kernel with one block; gradients have been clipped in the output."""
+        """Update rows in a kernel with one block; gradients have been clipped at the output."""
         rows = RowSum(keys)
         summed = rows.of(grads.float())
         self._updater.apply(RowGradients((BlockGradients(rows.keys, summed),), step))
@@ -241,7 +241,7 @@ class _DirectLookup(torch.autograd.Function):
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
         output = run()
-        # Where `update_rows` is called instead, there is no gradient, and zeros would update, too.
+        # If `update_rows` is called instead, there is no gradient, and zeros would also update.
         ctx.set_materialize_grads(False)
         ctx.direct, ctx.latest = direct, direct.latest(weights)
         return output
@@ -267,11 +267,11 @@ RULES_WITHOUT_KERNEL: dict[EmbOptimType, Rule] = {
     EmbOptimType.LAMB: lamb_step,
     EmbOptimType.PARTIAL_ROWWISE_LAMB: lamb_step,
 }
-"""The rules of FBGEMM's CUDA kernels that have no counterpart on a CPU."""
+"""The rules of FBGEMM's CUDA kernels that have no CPU counterpart."""
 
 
 def rule_for(tbe: Tbe) -> Rule | None:
-    """Return the rule that can replace a kernel's own update; `None` where none can.
+    """Return the rule that can replace a kernel's own update; `None` if there is none.
 
     GPU kernels are fast already, quantised rows aren't floating-point numbers, and an optimizer
     with more states than the rule takes computes something else.
@@ -288,7 +288,7 @@ def rule_for(tbe: Tbe) -> Rule | None:
 class DirectUpdater:
     """Applies `RowGradients` to a TBE's weights and optimizer state.
 
-    Nothing else may change these rows meanwhile, and they may not be cached elsewhere.
+    Meanwhile nothing else may change these rows, and they may not be cached elsewhere.
     """
 
     def __init__(self, tbe: Tbe, rule: Rule) -> None:
@@ -333,9 +333,9 @@ class DirectUpdater:
 
 
 class OnePassUpdater:
-    """Applies `RowGradients` to a TBE in a GPU's memory, by a kernel that visits each row once.
+    """Applies `RowGradients` to a TBE in GPU memory, by a kernel that visits each row once.
 
-    FBGEMM's kernels look all rows up first, check their numbers and sort them.
+    FBGEMM's kernels first look all rows up, check their numbers and sort them.
     """
 
     def __init__(self, tbe: Tbe) -> None:
@@ -360,7 +360,7 @@ class OnePassUpdater:
 
 
 def updates_in_one_pass(tbe: Tbe) -> bool:
-    """Return whether `OnePassUpdater` runs, and does what the kernel's own update would."""
+    """Return whether `OnePassUpdater` can run, with the same result as the kernel's own update."""
     states = [state for of_table in optimizer_states(tbe) for state in of_table.items()]
     return (
         tbe.optimizer in RULES
@@ -376,7 +376,7 @@ Updater = RowUpdater | DirectUpdater | OnePassUpdater
 
 
 def quickest_updater(tbe: Tbe) -> Updater:
-    """Return the fastest updater: by a `Rule` if the kernel has one, else the fused kernel."""
+    """Return the fastest updater: by a `Rule`, in one pass, or else by the fused kernel."""
     rule = rule_for(tbe)
     if rule is not None:
         return DirectUpdater(tbe, rule)
@@ -390,7 +390,7 @@ def _rows_of(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _subtract(
     weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor, draws: torch.Tensor | None
 ) -> None:
-    """Subtract ``step`` from these rows in ``weights``; no row may occur twice."""
+    """Subtract ``step`` from these rows in ``weights``; rows must be distinct."""
     if isinstance(weights, EightBitRows):
         weights.store.write(rows, weights.store.read(rows) - step, draws)
         return

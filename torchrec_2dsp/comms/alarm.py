@@ -1,7 +1,7 @@
 """All ranks go on, or all raise the same error: by agreement, by an alarm, batch by batch.
 
 `agree` gathers errors and facts, and waits: for setup. An `Alarm` costs an all-reduce of 8 bytes
-that overlaps with training. `BatchesInStep` uses it for a loader's batches.
+that overlaps with training. `BatchesInStep` uses one for a loader's batches.
 """
 
 import enum
@@ -44,7 +44,7 @@ def agree(
     if failed:
         rank, first = failed[0]
         is_alike = all(str(raised) == str(first) for _, raised in failed)
-        # A `RankError` names the rank already.
+        # A `RankError` already names the rank.
         if not isinstance(first, RankError) and not (is_alike and len(failed) == len(gathered)):
             first = type(first)(f"{first} (found on rank {rank})")
         raise on_all_ranks(first)
@@ -62,10 +62,10 @@ def agree(
 
 @contextmanager
 def agreeing(group: dist.ProcessGroup) -> Iterator[dict[str, str]]:
-    """Run a block of local work, then agree on its error and the facts it found.
+    """Run a block of local work, then agree on its error and its facts.
 
     The block puts its facts into a dict. An error that isn't a `TwoDError` becomes a `ConfigError`
-    with the same text, because the other ranks must raise it too.
+    with the same text, because the other ranks must raise it, too.
     """
     facts: dict[str, str] = {}
     try:
@@ -86,7 +86,7 @@ def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
 
 
 def on_all_ranks(error: TwoDError) -> TwoDError:
-    """Note that all ranks raise an error, so that none is taken for the one that failed."""
+    """Mark an error as raised on all ranks, so that no rank is blamed for it."""
     error.is_on_all_ranks = True
     return error
 
@@ -99,11 +99,11 @@ def _first_difference(first: str, second: str, limit: int = 300) -> tuple[str, s
 
 
 _BITS = 15
-"""The bits that count the ranks with a signal; fewer than 32,768 ranks are allowed."""
+"""The bits that count the ranks with a signal, which limit the world to fewer than 32,768 ranks."""
 
 
 class Signal(enum.IntEnum):
-    """A rank's message to the others. The sum over all ranks counts how many gave each."""
+    """A rank's message to the others. The sum over all ranks counts the ranks with each signal."""
 
     WELL = 0
 
@@ -116,18 +116,18 @@ class Signal(enum.IntEnum):
     ENDED = 1 << 2 * _BITS
 
     READY = 1 << 3 * _BITS
-    """The rank has a batch, or looks up the last one of a step with several."""
+    """The rank has a batch, or looks up the last batch of a step with several."""
 
 
 class Alarm:
-    """Lets each rank signal its state, go on, and learn later about the others.
+    """Lets each rank signal its state, go on, and learn about the others later.
 
     Without it, only some peers would notice a failed rank, and the others would wait forever. All
-    signals have one size, so that they match even where ranks are at different places in the
+    signals have the same size, so that they match even if ranks are at different places in the
     program. Nothing else may use the alarm's group.
 
-    A check waits as long as any collective: the timeout of ``init_process_group``, which all of
-    this package's groups inherit. How long the board then waits for answers is
+    A check waits as long as any collective: for the timeout of ``init_process_group``, which all of
+    this package's groups inherit. The board then waits for answers for
     `failure_detection.ANSWER_S`.
     """
 
@@ -135,11 +135,11 @@ class Alarm:
         self.group = group
         """All ranks that must stop together."""
         self.board = board
-        """The board on which ranks post a failure's details."""
+        """The board where ranks post failure details."""
         self.device = device
 
     def check(self, error: TwoDError | None = None, signal: Signal = Signal.WELL) -> "Check":
-        """Signal this rank's state or its error, without waiting.
+        """Signal this rank's state or error, without waiting.
 
         Collectives:
             One all-reduce of 8 bytes, not waited for.
@@ -152,9 +152,9 @@ class Alarm:
         return Check(self, work, total, error)
 
     def step_outside(self, alone: TwoDError | None = None) -> None:
-        """Wait until no rank trains; if some do, raise ``alone``, or an explanation.
+        """Wait until no rank trains; if some do, raise ``alone`` or an explanation.
 
-        They may wait for this rank in a collective, without an end, so they are asked.
+        Training ranks may wait for this one in a collective forever, so they are asked.
 
         Collectives:
             One all-reduce of 8 bytes, waited for.
@@ -162,7 +162,7 @@ class Alarm:
         check = self.check(signal=Signal.OUTSIDE)
         patience_s = _PATIENCE_S
         while not _ends_within(check.work, patience_s):
-            # A rank that has gone on may have answered this one meanwhile.
+            # A rank that has gone on may have answered this check meanwhile.
             if self._is_left_behind() and not _ends_within(check.work, GRACE_S):
                 raise alone or self.board.explain()
             patience_s *= 2
@@ -179,7 +179,7 @@ class Alarm:
 
 
 def _ends_within(work: dist.Work, seconds: float) -> bool:
-    """Wait for a collective for a while; return whether it has ended."""
+    """Wait for a collective for some seconds; return whether it has ended."""
     deadline = time.monotonic() + seconds
     while not (has_ended := work.is_completed()) and time.monotonic() < deadline:
         time.sleep(1e-4)
@@ -203,13 +203,13 @@ class Check:
         """Wait for all signals, and count the ranks behind each; all ranks raise the first error.
 
         Args:
-            alone: raised if only some ranks are `Signal.OUTSIDE`, this one among them.
+            alone: raised if only some ranks, including this one, are `Signal.OUTSIDE`.
 
         Raises:
             RankError: a rank has failed, or is at another place in the program.
 
         Returns:
-            How many ranks gave each signal.
+            The number of ranks with each signal.
 
         Collectives:
             An agreement, if a rank has failed.
@@ -236,11 +236,11 @@ T = TypeVar("T")
 
 
 class BatchesInStep(Iterator[T], Generic[T]):
-    """Yields a batch when all ranks have one, and ends when none has.
+    """Yields a batch if all ranks have one, and ends if none has.
 
     If only some ranks have a batch, or a loader fails, all ranks raise an error that names the
     rank, before any of them trains the next batch. Each batch is taken from the loader before the
-    previous one is trained, so the messages between ranks overlap with training.
+    previous one is trained, so messages between ranks overlap with training.
     """
 
     def __init__(self, batches: Iterable[T], alarm: Alarm) -> None:

@@ -1,6 +1,6 @@
-"""Collectives that a failed rank breaks: gloo's by themselves, NCCL's by a `Watch`.
+"""Collectives that break when a rank fails: gloo's by themselves, NCCL's by a `Watch`.
 
-gloo raises an error when a rank ends. NCCL's kernels wait forever: a thread has to notice the
+gloo raises an error when a rank ends. NCCL's kernels wait forever: a thread must notice the
 failure, and abort them.
 """
 
@@ -14,19 +14,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 _BEAT_S = 1.0
-"""The interval at which a rank shows that it runs."""
+"""The interval at which a rank shows that it is running."""
 SILENT_S = 30.0
-"""The time after which a rank that doesn't show it counts as silent."""
+"""The time after which a rank without a sign of life counts as silent."""
 GRACE_S = 1.0
 """The time in which a collective may break by itself after a failure."""
 STUCK_S = 4.0
-"""The time after an abort in which whoever waited for a collective should have come back."""
+"""The time after an abort within which all waits for collectives should have returned."""
 
 
 class HostPeer:
-    """The process of another rank on this host, whose end the kernel tells at once.
+    """The process of another rank on this host, whose end the kernel reports immediately.
 
-    Each rank watches the next one of its host, and the last the first.
+    Each rank watches the next one on its host, and the last rank watches the first.
     """
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, num_ranks: int) -> None:
@@ -38,7 +38,7 @@ class HostPeer:
         store.set(self._key(rank), f"{self._place} {os.getpid()}")
 
     def was_killed(self) -> bool:
-        """Return whether the process has ended without `leave`; False while it can't be told."""
+        """Return whether the process has ended without `leave`; False while that is unknown."""
         if self._handle is None and not self._open():
             return False
         assert self._handle is not None
@@ -48,11 +48,11 @@ class HostPeer:
         return bool(poll.poll(0)) and self._written_by(self._peer) != _LEFT
 
     def leave(self) -> None:
-        """Tell that this process ends as it should."""
+        """Announce that this process ends regularly."""
         self._store.set(self._key(self._rank), _LEFT)
 
     def _open(self) -> bool:
-        """Open a handle to the peer's process, once that is known; return whether there is one."""
+        """Open a handle to the peer's process once it is known; return whether there is one."""
         if self._place and self._peer is None:
             self._peer = self._find()
         if self._peer is None or self._peer == self._rank:
@@ -61,13 +61,13 @@ class HostPeer:
             pid = int(self._written_by(self._peer).split()[-1])
             self._handle = os.pidfd_open(pid)
         except (AttributeError, OSError, ValueError, IndexError):
-            # The system has no such handles, or the process is gone: then silence tells it.
+            # The system has no such handles, or the process is gone: then silence reveals it.
             self._place = ""
             self._peer = None
         return self._handle is not None
 
     def _find(self) -> int | None:
-        """Return the next rank on this host, maybe this one; `None` while one isn't known."""
+        """Return the next rank on this host, possibly this one; `None` while a host is unknown."""
         following = (self._rank + 1) % self._num_ranks
         is_here = self._is_here(following)
         if is_here is not False:
@@ -92,7 +92,7 @@ _LEFT = "left"
 
 
 def _place() -> str:
-    """Name this host and its numbering of processes; nothing where that is unknown."""
+    """Identify this host and its process namespace; return nothing if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -101,15 +101,15 @@ def _place() -> str:
 
 
 class Watch:
-    """A rank's signs of life, its eye on the next rank, and the means to end its collectives."""
+    """Shows signs of life, watches the next rank, and can end this rank's collectives."""
 
     def __init__(
         self, store: dist.Store, prefix: str, rank: int, num_ranks: int, abort: Callable[[], None]
     ) -> None:
         self.has_aborted = False
-        """True if this rank's collectives were ended: what they have computed is worthless."""
+        """True if this rank's collectives were aborted: their results are worthless."""
         self.num_waiting = 0
-        """The contexts open in which this rank may wait for others; without one nobody is late."""
+        """The open contexts in which this rank may wait for others; without one, nobody is late."""
         self.peer = HostPeer(store, prefix, rank, num_ranks)
         self._store, self._abort = store, abort
         self._own, self._next = (f"{prefix}beat/{r}" for r in (rank, (rank + 1) % num_ranks))
@@ -120,12 +120,12 @@ class Watch:
         self._aborted_at = 0.0
 
     def misses_a_rank(self) -> bool:
-        """Return whether a rank that this one watches is silent or was killed."""
+        """Return whether a rank watched by this one is silent or was killed."""
         was_killed = self.peer.was_killed()  # Asked from the start, while the peer still runs.
         return self._next_is_silent() or (was_killed and self.num_waiting > 0)
 
     def _next_is_silent(self) -> bool:
-        """Show that this rank runs, once in a while; return whether the next rank doesn't."""
+        """Show at intervals that this rank runs; return whether the next rank doesn't."""
         now = time.monotonic()
         if now < self._due:
             return False
@@ -148,7 +148,7 @@ class Watch:
 
     @property
     def is_stuck(self) -> bool:
-        """True if this rank still waits after an abort: for a GPU that doesn't come back."""
+        """True if this rank still waits after an abort: for a GPU that doesn't return."""
         is_late = self.has_aborted and time.monotonic() > self._aborted_at + STUCK_S
         return is_late and self.num_waiting > 0
 
@@ -157,7 +157,7 @@ _OF_COLLECTIVES = re.compile(
     r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
     r"|all-to-all with rank|NCCL Error \d|NCCL communicator was aborted"
 )
-"""Texts of errors, bare ``RuntimeError``s, from gloo, NCCL and the full-duplex all-to-all."""
+"""Error texts, of bare ``RuntimeError``s, from gloo, NCCL and the full-duplex all-to-all."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -190,7 +190,7 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 _SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
-"""The parts of gloo's error texts that don't say what failed."""
+"""The parts of gloo's error texts that don't tell what failed."""
 
 
 def described(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""All-to-alls of different sizes, several tensors in one message, and fewer waits for a GPU."""
+"""Ragged all-to-alls, several tensors in one message, and fewer waits for a GPU."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch.distributed as dist
 @lru_cache(maxsize=256)
 @torch.inference_mode(mode=False)
 def constant(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return numbers on a device, to which they are copied once: a copy waits for a GPU."""
+    """Return numbers on a device, copied only once, because each copy waits for a GPU."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -24,8 +24,8 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def beside_kernels(device: torch.device) -> AbstractContextManager[None]:
     """Let a block's work on the device overtake the kernels in the current stream.
 
-    Whoever waits for a number of the block then doesn't wait for those kernels. The block must not
-    need what they compute, except by a collective's ``wait``.
+    Waiting for one of the block's numbers then doesn't wait for those kernels. The block must not
+    need their results, except by a collective's ``wait``.
     """
     if device.type == "cuda" and device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
@@ -34,7 +34,7 @@ def beside_kernels(device: torch.device) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Arriving:
-    """Tensors in flight from all ranks of a group."""
+    """Tensors in flight from all ranks in a group."""
 
     values: torch.Tensor
     """The other ranks' values in rank order, then this rank's own."""
@@ -42,7 +42,7 @@ class Arriving:
     """The send buffer, which must outlive the collective."""
     work: dist.Work
     counts: tuple[int, ...]
-    """The first dimension of each rank's tensor."""
+    """The first dim's size for each rank's tensor."""
     rank: int
     """This rank's index in the group."""
 
@@ -70,7 +70,7 @@ class Arriving:
 def start_all_to_all_ragged(
     parts: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup
 ) -> Arriving:
-    """Send every rank its part; parts may differ in their first dimension (``counts`` to receive).
+    """Send every rank its part; parts may differ in their first dim (``counts`` to receive).
 
     Collectives:
         One all-to-all, not waited for. Nothing is sent to this rank itself, and nothing is copied
@@ -95,10 +95,10 @@ def start_all_to_all_ragged(
 def all_gather_ragged(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Gather tensors that may differ in their first dimension, one per rank.
+    """Gather tensors that may differ in their first dim, one per rank.
 
     Collectives:
-        One all-to-all on ``group``: gloo has no all-gather of different sizes.
+        One all-to-all on ``group``: gloo has no ragged all-gather.
     """
     if len(sizes) == 1:
         return [local]
@@ -110,7 +110,7 @@ _ALIGNMENT = 8
 
 
 class Packed(NamedTuple):
-    """The shape and type of a tensor in a buffer."""
+    """A tensor's shape and type in a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -30,7 +30,7 @@ _NAMES = {
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
 }
-"""The Python API's names for dispatcher operators, where the two differ."""
+"""The Python API's names for dispatcher operators, where they differ."""
 
 _NOT_COLLECTIVES = {"wait_tensor", "wrap_tensor_autograd"}
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -38,7 +38,7 @@ _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation that this rank issued."""
+    """One collective that this rank issued."""
 
     op: str
     """The name in `torch.distributed`, without ``async`` and in-place suffixes."""
@@ -51,9 +51,9 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """About how many bytes an ideal algorithm sends from this rank to others.
+        """The approximate bytes that an ideal algorithm sends from this rank to others.
 
-        All parts of an all-to-all are taken to have one size.
+        All parts of an all-to-all are assumed to have the same size.
         """
         num_others = len(self.ranks) - 1
         if self.op.startswith("all_reduce"):
@@ -67,7 +67,7 @@ class Collective:
 
 @dataclass
 class Collectives:
-    """The collectives that `count_collectives` saw, in order."""
+    """The collectives seen by `count_collectives`, in order."""
 
     records: list[Collective] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def count_collectives() -> Iterator[Collectives]:
         with _Recorder(seen.records):
             yield seen
     finally:
-        # By identity: two contexts may have counted the same.
+        # By identity: two contexts may have equal counts.
         _NOTEBOOKS[:] = [other for other in _NOTEBOOKS if other is not seen.records]
 
 
@@ -153,9 +153,9 @@ def _input_bytes(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -
 
 @dataclass
 class EncodedBytes:
-    """Rows, bags and their gradients before and after a codec.
+    """The bytes of rows, bags and their gradients before and after a codec.
 
-    Each number counts once, however many ranks get it, and also if only this rank does.
+    Each number counts once, however many ranks receive it, even if only this rank does.
     """
 
     before: int = 0
@@ -184,7 +184,7 @@ def count_encoded() -> Iterator[EncodedBytes]:
     try:
         yield counted
     finally:
-        # By identity: two contexts may have counted the same.
+        # By identity: two contexts may have equal counts.
         _OPEN[:] = [other for other in _OPEN if other is not counted]
 
 

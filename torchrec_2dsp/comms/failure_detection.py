@@ -1,8 +1,8 @@
-"""`NoticeBoard`: where ranks post that they failed, or still run, and learn which rank to blame.
+"""`NoticeBoard`: where ranks post that they failed, or still run, and learn which rank is to blame.
 
-While all is well, nothing is written: a thread polls twice a second for questions. A rank whose
-collective fails asks, and the other ranks' threads answer, even while a rank waits in a collective
-itself. A rank that doesn't answer is dead, stopped or cut off.
+In normal operation nothing is written: a thread polls twice a second for questions. A rank whose
+collective fails asks, and the other ranks' threads answer, even while the rank waits in a
+collective itself. A rank that doesn't answer is dead, stopped or cut off.
 """
 
 import copy
@@ -36,17 +36,17 @@ class Activity:
 
     def __init__(self, num_models: int = 0) -> None:
         self.num_models = num_models
-        """The models made so far: counts of an earlier one say nothing of the last."""
+        """The number of models made so far: an earlier model's counts don't apply to the last."""
         self.step = 0
-        """The model's training forwards so far, the running one included."""
+        """The model's training forwards so far, including the running one."""
         self.phase = "before the first step"
-        """The phase that runs now, or ran last."""
+        """The phase that is running, or ran last."""
         self.batch, self.is_last_batch = "", False
-        """The batch of a step with several, as text behind the phase."""
+        """The batch in a step with several, as text after the phase."""
         self.backward_of = ""
         """The lookup whose backward began last."""
         self.awaited: dict[str, int] = {}
-        """The lookups whose backward hasn't begun, with the number of their forward."""
+        """The lookups whose backward hasn't begun, with their forward's number."""
         self.num_forwards = self.num_modules = 0
         """All models' training forwards, and sharded modules, since the last model was made."""
 
@@ -59,7 +59,7 @@ class Activity:
 
 
 class Standing(enum.StrEnum):
-    """A rank's state, as far as the others can tell."""
+    """A rank's state, as far as the others know."""
 
     HERE = "here"
     FAILED = "failed"
@@ -94,7 +94,7 @@ class Notice:
 
     @classmethod
     def decoded(cls, text: bytes) -> "Notice":
-        """Return the notice that ``text`` encodes."""
+        """Decode a notice."""
         fields = json.loads(text)
         return cls(**fields | {"standing": Standing(fields["standing"])})
 
@@ -136,7 +136,7 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
 
 
 def _difference(notices: Sequence[Notice], seen: str) -> RankError:
-    """Return the error if all ranks answer; it blames the fewest at one place, or those behind."""
+    """Return the error if all ranks answer; it blames the smallest group, or those behind."""
     places = {notice.where: [n for n in notices if n.where == notice.where] for notice in notices}
     if len(places) == 1:
         return RankError(f"all ranks answer, {notices[0].where}, but can't reach each other{seen}")
@@ -174,11 +174,11 @@ def name_of(*ranks: int) -> str:
 
 T = TypeVar("T")
 ANSWER_S = 2.0
-"""The time for which a rank that asks waits for answers."""
+"""The time for which an asking rank waits for answers."""
 _LOOK_S = 0.5
 """The interval at which a rank looks for questions."""
 _LISTEN_S, _NUM_LISTENS = 0.1, 300
-"""The interval once a rank has asked, and the looks before it is `_LOOK_S` again."""
+"""The interval once a rank has asked, and the number of looks before it is `_LOOK_S` again."""
 _STEPS_APART = 2
 """The most steps by which a rank can be ahead of a failed one."""
 _PREFIX = "torchrec_2dsp/"
@@ -188,7 +188,7 @@ _BOARDS: "weakref.WeakKeyDictionary[dist.ProcessGroup, NoticeBoard]" = weakref.W
 
 
 class NoticeBoard:
-    """A board on which the ranks of a world post notices, kept in the world's store."""
+    """A board where a world's ranks post notices, kept in the world's store."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.activity = Activity()
@@ -199,7 +199,7 @@ class NoticeBoard:
         """The number of training loops that this rank has entered."""
         self._rank, self._num_ranks = dist.get_rank(world), dist.get_world_size(world)
         self._world = weakref.ref(world)
-        # A second connection, because the world's own may be blocked by a call that waits.
+        # A second connection, because a waiting call may block the world's own.
         self._store = own_connection(store_of_world())
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._standing, self._error = Standing.HERE, ""
@@ -223,7 +223,7 @@ class NoticeBoard:
 
     @classmethod
     def start_anew(cls, world: dist.ProcessGroup) -> None:
-        """Count steps from 0 again, for another model, if the world has a board."""
+        """Restart the step count for another model, if the world has a board."""
         if (board := _BOARDS.get(world)) is not None:
             board.activity = Activity(board.activity.num_models + 1)
 
@@ -231,7 +231,7 @@ class NoticeBoard:
     def close_all(cls) -> bool:
         """Stop answering on all boards before the program ends; tell if NCCL's groups are broken.
 
-        A thread that returns from a store while the interpreter is torn down would abort it.
+        A thread that returns from a store during interpreter shutdown would abort the process.
         """
         are_broken = [board._close() for board in list(_BOARDS.values())]
         return any(are_broken)
@@ -259,14 +259,14 @@ class NoticeBoard:
         self._post_standing(Standing.LEFT)
 
     def fail(self, error: BaseException) -> None:
-        """Post that this rank is about to raise an error of its own."""
+        """Post that this rank is about to raise its own error."""
         if (text := described(error)) != self._error:
             self._post_standing(Standing.FAILED, text)
             if self._watch is not None:
                 self._within_time(self._ring)
 
     def _ring(self) -> bool:
-        """Tell ranks that can't notice this rank's error why it is raised."""
+        """Send this rank's error to ranks that can't notice it."""
         text = f"{name_of(self._rank)} failed {self.activity}: {self._error}"
         if self._verdict() is None:
             self._post_verdict(RankError(text, (self._rank,)), self.activity.step)
@@ -275,7 +275,7 @@ class NoticeBoard:
 
     @property
     def has_aborted(self) -> bool:
-        """True if this rank's collectives were ended for another's failure, see `Watch`."""
+        """True if this rank's collectives were aborted for another rank's failure, see `Watch`."""
         has_aborted = self._watch is not None and self._watch.has_aborted
         return has_aborted and self._standing is not Standing.FAILED
 
@@ -290,7 +290,7 @@ class NoticeBoard:
             raise copy.copy(self.failure).with_traceback(None)
 
     def ask(self) -> list[Notice]:
-        """Return what all others answer; nothing if the store doesn't."""
+        """Return all other ranks' answers; nothing if the store doesn't answer."""
         return self._within_time(self._ask) or []
 
     def explain(self, error: BaseException | None = None) -> RankError:
@@ -306,9 +306,9 @@ class NoticeBoard:
         return copy.copy(self.failure)
 
     def _judge(self, cause: str) -> RankError:
-        """Return the verdict that the first rank posted, maybe this one's.
+        """Return the verdict that was posted first, possibly this rank's.
 
-        Ranks that notice it later can't ask those that have ended meanwhile.
+        Ranks that notice the failure later can't ask ranks that have ended meanwhile.
         """
         own = self._notice()
         if (verdict := self._verdict()) is not None:
@@ -366,7 +366,7 @@ class NoticeBoard:
     def _ask(self) -> list[Notice]:
         """Ask all others; return their notices once all answered, one failed, or time is up.
 
-        Others that ask meanwhile are answered, or ranks that notice a failure blame each other.
+        Others that ask meanwhile get answers, or ranks that notice a failure blame each other.
         """
         alarm = self._store.add(_ALARMS, 1)
         self._last_alarm = alarm
@@ -381,7 +381,7 @@ class NoticeBoard:
             has_failed = any(notice.standing is Standing.FAILED for notice in others)
             if has_failed or len(others) == self._num_ranks - 1:
                 return others
-            # The more ranks there are, the less often each of them reads.
+            # The more ranks there are, the less often each one reads.
             time.sleep(max(0.05, self._num_ranks / 1_000))
 
     def _judged(self, notice: Notice, alarm: int, *, is_last: bool) -> Notice | None:
@@ -390,7 +390,7 @@ class NoticeBoard:
         if notice.standing is Standing.FAILED and is_recent:
             return notice
         if notice.standing is Standing.LEFT and notice.loop >= self.num_loops:
-            # Where this rank has left as well, others may have failed since.
+            # If this rank has left as well, others may have failed since.
             if self._standing is not Standing.LEFT or notice.alarm >= alarm:
                 return notice
         elif notice.alarm >= alarm:
@@ -411,7 +411,7 @@ class NoticeBoard:
             with suppress(RuntimeError):
                 results.append(action())
 
-        # A store on a stopped host lets its clients wait, whatever their timeout.
+        # A store on a stopped host makes its clients wait, whatever their timeout.
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
         thread.join(2 * ANSWER_S)
@@ -428,7 +428,7 @@ class NoticeBoard:
                 if self._post_if_asked():
                     num_listens = _NUM_LISTENS
                 if num_listens and self._heard is None:
-                    # The store may be gone by the time that this rank notices the failure.
+                    # The store may be gone by the time this rank notices the failure.
                     self._heard = self._verdict()
                 if self._watch is not None:
                     self._keep(self._watch)
@@ -438,7 +438,7 @@ class NoticeBoard:
     def _keep(self, watch: Watch) -> None:
         """Look for a missing rank, and end this rank's collectives once a rank is to blame."""
         is_missing = watch.misses_a_rank() and self._heard is None
-        well = Standing.HERE, self._standing  # All may have left, or raised what all raise.
+        well = Standing.HERE, self._standing  # All may have left, or raised a common error.
         if is_missing and any(notice.standing not in well for notice in self._ask()):
             self._heard = self._judge("")
         self.failure = self.failure or self._heard
@@ -458,9 +458,9 @@ class naming_faults(AbstractContextManager[None]):
     """A context whose errors tell which rank failed.
 
     A broken connection becomes a `RankError` that names the rank, after all ranks were asked. This
-    rank's own error is raised as it is, and posted for the other ranks.
+    rank's own error is raised unchanged, and posted to the other ranks.
 
-    ``phase`` says what the block does; it is `None` if it does several things.
+    ``phase`` describes the block's work; `None` if the block has several phases.
     """
 
     def __init__(self, board: NoticeBoard, phase: str | None = None) -> None:
@@ -479,7 +479,7 @@ class naming_faults(AbstractContextManager[None]):
         trace: TracebackType | None,
     ) -> None:
         self._board.wait_for_others(-1)
-        # Whatever happens then, aborted collectives are to blame: they leave any numbers behind.
+        # Whatever follows, aborted collectives are to blame: they leave arbitrary numbers behind.
         has_aborted = self._board.has_aborted and isinstance(error, Exception | None)
         if has_aborted and not _is_explained(error):
             raise self._board.explain(error) from error
@@ -493,7 +493,7 @@ class naming_faults(AbstractContextManager[None]):
 
 
 def _is_explained(error: BaseException | None) -> bool:
-    """Return whether the other ranks know about the error already."""
+    """Return whether the other ranks already know about the error."""
     return any(
         isinstance(cause, RankError) or (isinstance(cause, TwoDError) and cause.is_on_all_ranks)
         for cause in causes_of(error)

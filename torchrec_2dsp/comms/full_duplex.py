@@ -1,9 +1,9 @@
 """A gloo backend whose all-to-all sends and receives at the same time.
 
-Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
+Gloo's own all-to-all posts a send before the matching receive, and two hosts then often
 take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
-the first send. In all other respects the backend is gloo. Sharding groups have it where the plan
-says ``full_duplex``. A whole world has it by its name, which is registered on first use:
+the first send. In all other respects the backend is gloo. Sharding groups use it where the plan
+has ``full_duplex``. A whole world uses it by its name, which is registered on first use:
 
     from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
@@ -28,7 +28,7 @@ from torchrec_2dsp.comms.counting import note
 
 
 def parts_of(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[torch.Tensor]:
-    """Split the first dimension into one part per rank, sharing memory with ``tensor``."""
+    """Split the first dim into one part per rank, sharing memory with ``tensor``."""
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes and (num_rows % num_ranks or not tensor.dim()):
         raise RuntimeError(
@@ -66,14 +66,14 @@ def check_own_parts(received: torch.Tensor, sent: torch.Tensor) -> None:
 class GlooGroup(dist.ProcessGroup):
     """Forwards every operation to gloo.
 
-    Every operation that torch calls on a Python class is passed on by Python. `ProcessGroup`'s own
-    ones hold the interpreter's lock, and sometimes wait forever for a gloo thread that needs this
-    lock to free a tensor.
+    Python forwards every operation that torch calls on a Python class. `ProcessGroup`'s own
+    operations hold the interpreter's lock, and sometimes wait forever for a gloo thread that needs
+    the lock to free a tensor.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
-        self._gloo: Any = gloo  # torch's stubs leave out its send and recv
+        self._gloo: Any = gloo  # torch's stubs lack its send and recv
         pass_on_to(self, gloo)
 
     def getBackendName(self) -> str:
@@ -86,7 +86,7 @@ GLOO_NAMES = {
     "all_to_all_single": "alltoall_base",
     "reduce_scatter_single": "_reduce_scatter_base",
 }
-"""Collectives that a backend knows by another name than a group, which knows both."""
+"""Collectives that have another name in a backend than in a group, which knows both names."""
 
 _OPS = {
     "_allgather_base": "all_gather_into_tensor",
@@ -103,7 +103,7 @@ _OPS = {
     "send": "send",
 }
 OPERATIONS = (*GLOO_NAMES, *_OPS)
-"""A group's operations that are passed on by Python."""
+"""A group's operations that Python forwards."""
 
 _INPUT_FIRST = ("allreduce", "allreduce_coalesced", "broadcast", "send")
 
@@ -119,7 +119,7 @@ def _input_bytes(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
 
 def _passed_on(name: str) -> Callable[..., dist.Work]:
     def operation(self: GlooGroup, *arguments: Any, **options: Any) -> dist.Work:
-        # `count_collectives` sees a functional collective by itself, and isn't active inside it.
+        # `count_collectives` sees functional collectives by itself, and isn't active inside them.
         if is_dispatch_watched():
             note(_OPS[name], self, _input_bytes(self, name, arguments))
         if name == "alltoall_base" and len(arguments) < 5:
@@ -137,18 +137,18 @@ _NAME = "gloo_full_duplex"
 
 _FIRST_TAG = 2**30
 _NUM_TAGS = 2**30
-"""Our messages' tags: the upper half of gloo's, away from those that a user's ``send`` takes."""
+"""Our messages' tags: the upper half of gloo's, away from those of a user's ``send``."""
 
 _NO_TIMEOUT = timedelta(0)
-"""The timeout that torch passes for the group's own."""
+"""The value by which torch passes the group's own timeout."""
 
 
 class FullDuplexGroup(GlooGroup):
     """A gloo group with a full-duplex all-to-all; everything else is gloo's.
 
-    Results are bit for bit those of gloo. The differences: a non-contiguous output is refused
+    Results equal gloo's bit for bit. The differences: a non-contiguous output is refused
     instead of filled in the wrong order, sizes that don't divide or are negative are refused, and a
-    timeout that is passed to ``wait`` breaks the connections when it expires, as that of gloo's
+    timeout passed to ``wait`` breaks the connections when it expires, as gloo's
     ``recv`` does.
     """
 
@@ -206,7 +206,7 @@ class FullDuplexGroup(GlooGroup):
                 )
         outputs = [tensor.detach() for tensor in output_tensors]
         sent = [tensor.detach().contiguous() for tensor in input_tensors]
-        # A receive needs contiguous memory; a strided output is filled from it at the end.
+        # A receive needs contiguous memory; a strided output is copied from it at the end.
         received = [tensor.contiguous() for tensor in outputs]
         copies = [pair for pair in zip(outputs, received, strict=True) if pair[0] is not pair[1]]
         result = list(output_tensors)
@@ -224,12 +224,12 @@ class FullDuplexGroup(GlooGroup):
         check_own_parts(received[rank], sent[rank])
         if is_dispatch_watched():
             note(op, self, sum(part.nbytes for part in sent))
-        # All ranks issue their exchanges in the same order, so equal numbers belong together.
+        # All ranks issue their exchanges in the same order, so equal numbers match.
         tag = _FIRST_TAG + self._num_exchanges % _NUM_TAGS
         self._num_exchanges += 1
         exchange = _Exchange(timeout_of_gloo(self._gloo), result, copies, self._failed)
         _BEGUN.add(exchange)
-        # Every rank starts with a different peer, so that no rank is sent to by all at once.
+        # Every rank starts with a different peer, so that not all send to the same rank at once.
         peers = [(rank + step) % size for step in range(1, size)]
         for peer in reversed(peers):
             exchange.post(self._gloo.recv, received[peer], peer, tag)
@@ -243,7 +243,7 @@ class ExchangeWork(dist.Work):
     """The handle of an all-to-all in flight.
 
     `wait` blocks in the caller's thread. Polling, asking for the future or dropping the handle
-    starts a thread that waits, because gloo tells only waiting threads about the end.
+    starts a thread that waits, because gloo only tells waiting threads about the end.
     """
 
     def __init__(self, exchange: "_Exchange") -> None:
@@ -271,7 +271,7 @@ class ExchangeWork(dist.Work):
         return self._exchange.future
 
     def __del__(self) -> None:
-        # A receive that is dropped would leave the peer's message without a place to go.
+        # A dropped receive would leave the peer's message without a destination.
         if not sys.is_finalizing():
             self._exchange.watch()
 
@@ -279,8 +279,8 @@ class ExchangeWork(dist.Work):
 class _Exchange:
     """Messages in flight, and their tensors.
 
-    Gloo hangs if a buffer is freed while its message is in flight, and then not even a timeout
-    ends the wait. So every message is waited for, and after a failure the remaining ones are kept
+    Gloo hangs if a buffer is freed while its message is in flight, and then even a timeout doesn't
+    end the wait. So every message is waited for, and after a failure the remaining ones are kept
     alive as long as the group.
     """
 
@@ -304,7 +304,7 @@ class _Exchange:
     def post(
         self, transfer: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int
     ) -> None:
-        """Start a message, unless it is empty; `finish` passes its error on."""
+        """Start a message, unless it is empty; `finish` reports its error."""
         if self.error is None and tensor.numel():
             try:
                 self._messages.append((peer, transfer([tensor], peer, tag)))
@@ -354,7 +354,7 @@ class _Exchange:
 
 
 _BEGUN: "weakref.WeakSet[_Exchange]" = weakref.WeakSet()
-"""This process's all-to-alls that somebody still holds."""
+"""This process's all-to-alls with live handles."""
 
 
 def wait_for_exchanges() -> None:
@@ -371,7 +371,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Full
 
 
 def full_duplex_backend(create: Callable[..., FullDuplexGroup] = _create) -> str:
-    """Return the backend's name, registered on first use; ``create`` makes its groups."""
+    """Return the backend's name, registered on first use; ``create`` builds its groups."""
     if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(_NAME, create, devices=["cpu"])
     return _NAME

@@ -1,8 +1,8 @@
-"""The process groups that this package creates, and their release: nothing else creates any.
+"""The process groups that this package creates, all of them here, and their release.
 
-A group runs its collectives in order, a few at a time. Those that nobody waits for yet would delay
-the ones that a step needs, and two threads could issue theirs in another order on each rank. A
-group of their own prevents both.
+A group runs its collectives in order, a few at a time. Collectives that nobody waits for yet would
+delay those that a step needs, and two threads could issue theirs in different orders on each rank.
+Separate groups prevent both.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
 
 def world_group() -> dist.ProcessGroup:
-    """Return the group of all ranks, or raise an error that says how to create it."""
+    """Return the group of all ranks, or raise an error that tells how to create it."""
     if not dist.is_initialized():
         raise MeshError(
             "torch.distributed is not initialised; call "
@@ -46,7 +46,7 @@ def world_group() -> dist.ProcessGroup:
 def check_whole(group: dist.ProcessGroup | None) -> None:
     """Refuse a process group that lacks some of the world's ranks.
 
-    Ranks beside it may make no such call, so this waits for nobody.
+    The missing ranks may not make this call, so it waits for nobody.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < world_group().size():
@@ -66,18 +66,18 @@ class WorldGroups:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = world
-        """All ranks."""
+        """The group of all ranks."""
         self.shared: dict[Hashable, Any] = {}
         """Objects created once per world and shared, such as a mesh's groups."""
         self._groups: dict[dist.ProcessGroup, bool] = {}
-        """Groups, with True if a thread beside the training thread issues their collectives."""
+        """Groups, with True if a thread other than the training thread issues their collectives."""
 
     @classmethod
     def current(cls) -> "WorldGroups":
         """Return the current world's groups."""
         world = world_group()
         _leave_in_order_at_exit()
-        # The groups of a destroyed world were destroyed with it.
+        # A destroyed world's groups were destroyed with it.
         if not _CURRENT or _CURRENT[0].world is not world:
             _CURRENT[:] = [cls(world)]
         return _CURRENT[0]
@@ -85,20 +85,20 @@ class WorldGroups:
     def add(self, group: dist.ProcessGroup, *, is_beside: bool = False) -> None:
         """Take over a new group, unless it is the world or here already.
 
-        ``is_beside`` if a thread beside the training thread issues its collectives.
+        ``is_beside`` if a thread other than the training thread issues its collectives.
         """
         if group is not self.world and group not in self:
             self._groups[group] = is_beside
 
     def settle(self) -> None:
-        """Wait for all gloo collectives that the training threads of all ranks have begun.
+        """Wait for all gloo collectives that all ranks' training threads have begun.
 
-        A profiler needs it before it stops: a collective that ends later writes into memory that
-        it has freed (torch 2.13).
+        A profiler needs this before it stops: a collective that ends later writes into memory that
+        the profiler has freed (torch 2.13).
 
         Collectives:
-            A barrier on the world and on each group of its training threads: gloo's waits for
-            what its group has begun before.
+            A barrier on the world and on each training-thread group: gloo's waits for everything
+            that its group has begun before.
         """
         entries = self._groups.items()
         groups = [group for group, is_beside in entries if exists(group) and not is_beside]
@@ -108,7 +108,7 @@ class WorldGroups:
         wait_for_exchanges()
 
     def __contains__(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a group was added and isn't destroyed yet, here or by the user."""
+        """Return whether a group was added and hasn't been destroyed since, here or by the user."""
         return exists(group) and group in self._groups
 
     def forget(self) -> None:
@@ -127,10 +127,10 @@ _CURRENT: list[WorldGroups] = []
 def release_groups() -> None:
     """Destroy all process groups that this package has created, on all ranks together.
 
-    A program that trains one model after the other calls it between two of them, when the
-    pipelines, the batches and the asynchronous saves of the first one are over. Models of this
+    A program that trains one model after another calls this in between, once the first model's
+    pipelines, batches and asynchronous saves are over. Models in this
     world can't be used afterwards. A group's threads end when nothing refers to it any more, so
-    delete the model before.
+    delete the model first.
 
     Example::
 
@@ -148,15 +148,15 @@ def release_groups() -> None:
     WorldGroups.current().forget()
     forget_meshes()
     # Traced modules and saved states refer to each other. Until they are collected, they keep
-    # tables, and the threads and files of groups. What a backward has kept goes in a second pass.
+    # tables, and groups' threads and files alive. What a backward has kept goes in a second pass.
     gc.collect()
     gc.collect()
 
 
 def leave_world() -> None:
-    """Destroy the current world's groups, and the threads behind them.
+    """Destroy the current world's groups, and their threads.
 
-    A gloo thread that still runs while the interpreter is torn down may abort the process. It runs
+    A gloo thread that still runs during interpreter shutdown may abort the process. It runs
     as long as anything refers to its group.
 
     Collectives:
@@ -177,7 +177,7 @@ def _leave_in_order_at_exit() -> None:
 
 
 def _forget_groups() -> None:
-    """Destroy this package's groups, and none of the user's."""
+    """Destroy this package's groups, but not the user's."""
     if NoticeBoard.close_all():
         # NCCL's clean-up may wait for kernels that will never run, and crash while others end.
         end_process(1)
@@ -189,10 +189,10 @@ def _forget_groups() -> None:
 def own_group(
     group: dist.ProcessGroup, device: torch.device, name: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Create a group with the same ranks and timeout, for collectives beside all others.
+    """Create a group with the same ranks and timeout, for collectives independent of all others.
 
     Collectives:
-        The creation of a group.
+        The group's creation.
     """
     ranks = dist.get_process_group_ranks(group)
     created = dist.new_group(
@@ -202,7 +202,7 @@ def own_group(
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc=name,
     )
-    # Threads take gloo, whatever the training thread has.
+    # Other threads use gloo, whatever the training thread uses.
     WorldGroups.current().add(cast(dist.ProcessGroup, created), is_beside=backend is not None)
     return cast(dist.ProcessGroup, created)
 
@@ -215,7 +215,7 @@ def own_subgroup(
     Each rank of the world is in exactly one set.
 
     Collectives:
-        The creation of the groups, which all ranks of the world call.
+        The groups' creation, which all ranks of the world call.
     """
     timeout = timeout_of(WorldGroups.current().world, device_type)
     group, _ = dist.new_subgroups_by_enumeration(
@@ -232,11 +232,11 @@ def own_mesh(
 ) -> DeviceMesh:
     """Create a mesh of world ranks for torch and TorchRec, whose groups have the world's timeout.
 
-    ``backends`` has the axes whose backend isn't the world's. The group of any other axis is the
+    ``backends`` lists the axes whose backend isn't the world's. Any other axis's group is the
     world's if it has all of its ranks.
 
     Collectives:
-        The creation of the groups, which all ranks of the world call.
+        The groups' creation, which all ranks of the world call.
     """
     overrides = tuple(((backends or {}).get(axis), None) for axis in axes)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=axes, backend_override=overrides)
@@ -267,12 +267,12 @@ class Peers:
 
     @property
     def is_layered(self) -> bool:
-        """Whether rows can be summed inside hosts before they leave them."""
+        """True if rows can be summed inside hosts before they leave them."""
         return self.in_host is not None
 
 
 def by_host(ranks: Sequence[int], ranks_per_host: int) -> list[list[int]] | None:
-    """Group ranks by host; `None` unless several hosts have equally many, more than one.
+    """Group ranks by host; `None` unless several hosts have equally many ranks, more than one.
 
     Example:
         >>> from torchrec_2dsp.comms.groups import by_host
@@ -298,12 +298,12 @@ def _is_gloo(world: dist.ProcessGroup) -> bool:
 class MeshGroups:
     """One mesh's process groups on this rank.
 
-    With ``full_duplex``, the all-to-alls of a gloo world's sharding groups are those of
+    With ``full_duplex``, in a gloo world the sharding groups' all-to-alls are those of
     `torchrec_2dsp.comms.full_duplex`; their other collectives are gloo's.
 
     Collectives:
-        Building it creates process groups, so all ranks of the world must do it, in the same
-        order relative to other group creations. `for_mesh` reuses the groups of an equal mesh.
+        Building it creates process groups, so all ranks of the world must build it, in the same
+        order relative to other group creations. `for_mesh` reuses an equal mesh's groups.
     """
 
     def __init__(self, mesh: Mesh2D, device_type: str, *, full_duplex: bool = False) -> None:
@@ -319,7 +319,7 @@ class MeshGroups:
         """This rank in the world."""
         self._created = WorldGroups.current()
         self._device_type = device_type
-        # NCCL is full duplex by itself, and so are all groups of a full-duplex world.
+        # NCCL is full duplex by itself, and so are all groups in a full-duplex world.
         self._row_backend = full_duplex_backend() if _is_gloo(world) else None
         self.device_mesh = own_mesh(
             torch.tensor(mesh.rank_matrix()),
@@ -333,19 +333,19 @@ class MeshGroups:
         self.replica_peers = self.device_mesh.get_group("replicate")
         """The ranks that hold this rank's shard."""
         self.local_world_size = get_local_size(mesh.world_size)
-        """This host's number of ranks (LOCAL_WORLD_SIZE)."""
-        # Rows travel while the training thread goes on to other collectives. Groups of their own
+        """The number of ranks on this host (LOCAL_WORLD_SIZE)."""
+        # Rows travel while the training thread goes on to other collectives. Separate groups
         # keep the two from interleaving differently on two ranks.
         self.hot_rows = self._new_peers("hot_rows", [list(range(mesh.world_size))])
-        """All ranks, in groups for hot rows alone."""
+        """All ranks, in groups only for hot rows."""
         self.replica_rows = Peers(self.replica_peers)
-        """The replica peers, in groups for the exchange of row gradients or weights alone."""
+        """The replica peers, in groups only for the exchange of row gradients or weights."""
         if mesh.num_groups > 1:
             holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
             self.replica_rows = self._new_peers("replica_rows", holders)
         everyone = own_subgroup([list(range(mesh.world_size))], device_type, "alarm", None)
         self.alarm = Alarm(everyone, torch.device(device_type), self.board)
-        """Raises an error of one rank on all ranks."""
+        """The alarm that raises one rank's error on all ranks."""
         self._node_groups: NodeGroups = (None, None, None)
 
     def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
@@ -376,7 +376,7 @@ class MeshGroups:
         return groups
 
     def sharding_env(self) -> ShardingEnv2D:
-        """Return the environment that TorchRec's sharded modules take."""
+        """Return the environment for TorchRec's sharded modules."""
         return ShardingEnv2D(
             sharding_pg=self.sharding_group,
             replica_pg=self.replica_peers,
@@ -388,7 +388,7 @@ class MeshGroups:
 
     @contextmanager
     def node_groups(self) -> Iterator[None]:
-        """Make TorchRec's module-level node groups this mesh's, inside the context."""
+        """Make this mesh's node groups TorchRec's module-level ones, inside the context."""
         others = swap_node_groups(self._node_groups)
         try:
             yield

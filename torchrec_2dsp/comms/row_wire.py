@@ -1,4 +1,4 @@
-"""Rows and ids on the wire: as TorchRec's exchanges take them, and all-to-alls of rows."""
+"""Rows and ids on the wire: codecs for TorchRec's exchanges, and all-to-alls of rows."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -25,13 +25,13 @@ class StockCodec(QuantizedCommCodec[None]):
         self._codec, self._dim = codec, dim
 
     def encode(self, input_tensor: torch.Tensor, ctx: None = None) -> torch.Tensor:
-        """Encode rows, flat."""
+        """Encode flat rows."""
         encoded = self._codec.encode(input_tensor.reshape(-1, self._dim)).view(-1)
         note_encoded(_FLOAT_BYTES * input_tensor.numel(), encoded.nbytes)
         return encoded
 
     def decode(self, input_grad: torch.Tensor, ctx: None = None) -> torch.Tensor:
-        """Decode rows, flat."""
+        """Decode flat rows."""
         encoded = input_grad.reshape(-1, self._codec.columns(self._dim))
         return self._codec.decode(encoded, self._dim).view(-1)
 
@@ -41,7 +41,7 @@ class StockCodec(QuantizedCommCodec[None]):
         return self._codec.dtype
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
-        """Return how many encoded numbers ``input_len`` numbers become."""
+        """Return the number of encoded numbers for ``input_len`` numbers."""
         return input_len // self._dim * self._codec.columns(self._dim)
 
     def create_context(self) -> None:
@@ -91,7 +91,7 @@ class RowWire:
 
     group: dist.ProcessGroup
     codecs: QuantizedCommCodecs | None
-    """The codecs for rows and gradients; `None` sends them as they are."""
+    """The codecs for rows and gradients; `None` sends them unencoded."""
 
     def start_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
@@ -106,7 +106,7 @@ class RowWire:
     def start_gradients(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> TravellingRows:
-        """Send row gradients as `start_rows` sends rows, maybe by another codec."""
+        """Send row gradients as `start_rows` sends rows, possibly with another codec."""
         return self._start(rows, sent, received, self.codecs and self.codecs.backward)
 
     def _start(
@@ -139,10 +139,10 @@ class NarrowIds(KeyedJaggedTensor):
 
     @classmethod
     def of(cls, features: KeyedJaggedTensor, num_bytes: int) -> KeyedJaggedTensor:
-        """Return the batch with ids in ``num_bytes``, or as it is if they are as short."""
+        """Return the batch with ids in ``num_bytes``, or unchanged if they are as short."""
         if features.values().itemsize <= num_bytes:
             return features
-        # A copy has the lengths and offsets that are already known.
+        # A copy keeps the lengths and offsets that are already known.
         narrow = copy(features)
         narrow.__class__ = cls
         assert isinstance(narrow, cls)
@@ -158,7 +158,7 @@ class NarrowIds(KeyedJaggedTensor):
     def dist_init(
         keys: list[str], tensors: list[torch.Tensor], *args: Any, **kwargs: Any
     ) -> KeyedJaggedTensor:
-        """Make a batch of exchanged tensors."""
+        """Build a batch from exchanged tensors."""
         lengths, packed, *others = tensors
         return KeyedJaggedTensor.dist_init(
             keys, [lengths, unpack_ids(packed), *others], *args, **kwargs

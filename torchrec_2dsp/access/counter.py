@@ -277,7 +277,7 @@ class RowCounter:
     def update(self, features: KeyedJaggedTensor) -> None:
         """Count a batch, or none of it if an id lies outside its table.
 
-        Ignores features that no table has, and features that the batch lacks.
+        It ignores features that no table has, and features that the batch lacks.
 
         On a GPU this waits for the ids; count every hundredth batch there.
         """

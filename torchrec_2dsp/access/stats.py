@@ -211,7 +211,7 @@ _FIELDS = {
 
 
 def _check_table(name: str, table: TableAccess) -> None:
-    """Raise if a table's statistics can't be."""
+    """Raise if a table's statistics are impossible."""
     rows, counts = table.rows, table.counts
     where = f"table {name!r} can't be written"
     for field, kind in _FIELDS.items():
@@ -245,7 +245,7 @@ def _checksum(metadata: bytes, columns: Sequence[NDArray[Any]]) -> str:
 
 
 def _read_tables(path: Path) -> dict[str, TableAccess]:
-    """Read what `AccessStats.save` wrote, or raise an error that names the file."""
+    """Read a file that `AccessStats.save` wrote, or raise an error that names it."""
     content = _content(path)
     text = (content.schema.metadata or {}).get(_KEY)
     if text is None:
@@ -266,7 +266,7 @@ def _read_tables(path: Path) -> dict[str, TableAccess]:
 
 
 def _tables(header: dict[str, Any], text: bytes, content: pa.Table) -> dict[str, TableAccess]:
-    """Return the tables, or raise any error if the content isn't what was written."""
+    """Return the tables, or raise any error if the content has changed since it was written."""
     if content.schema.remove_metadata() != _SCHEMA:
         raise ValueError("other columns")
     stored = header["tables"]

@@ -19,7 +19,7 @@ less than its square."""
 
 
 def _remembered(method: _Method) -> _Method:
-    """Keep a method's results with its object: a search asks for the same ones many times."""
+    """Keep a method's results with its object, because a search asks for them many times."""
 
     @wraps(method)
     def remembered(table: "TableAccess", *args: Any, **kwargs: Any) -> Any:

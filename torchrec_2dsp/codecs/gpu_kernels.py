@@ -1,6 +1,6 @@
-"""Triton kernels that encode and decode rows as integers, as torch does in a dozen passes.
+"""Triton kernels that encode and decode rows as integers in one pass; torch takes a dozen.
 
-Only what runs them imports this: Triton comes with torch for CUDA.
+Import this only to run them: Triton comes with torch for CUDA.
 """
 
 from typing import Any, cast
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 _NUMBERS = 1024
-"""The numbers of a program: eight for each thread of four warps."""
+"""The numbers that a program handles: eight per thread in four warps."""
 
 
 def encode_rows(rows: torch.Tensor, columns: int, *, bits: int, unit: float) -> torch.Tensor:
-    """Return rows, float32, as integers and their scale, a row's largest number times ``unit``."""
+    """Return float32 rows as integers and their scale: a row's largest number times ``unit``."""
     encoded = torch.empty((len(rows), columns), dtype=torch.int8, device=rows.device)
     _run(_encode, rows.contiguous(), encoded, rows.shape[1], bits, unit)
     return encoded.view(torch.uint8)
@@ -66,16 +66,16 @@ def _encode(
     is_number = is_row[:, None] & (column < DIM)[None, :]
     numbers = tl.load(rows + row[:, None] * DIM + column[None, :], mask=is_number, other=0.0)
     scale = tl.max(tl.abs(numbers), axis=1) * unit
-    # Rounds to bfloat16, to the nearest, and of two to the even one.
+    # Round to the nearest bfloat16, ties to even.
     scale_bits = scale.to(tl.int32, bitcast=True)
     scale_bits = (scale_bits + 0x7FFF + ((scale_bits >> 16) & 1)) >> 16
     is_nan = tl.max((numbers != numbers).to(tl.int32), axis=1) > 0
     scale_bits = tl.where(is_nan, 0x7FFF, scale_bits)
-    # Of smaller scales the reciprocal would be infinite; of such and infinite ones, integers are 0.
+    # Smaller scales' reciprocals would be infinite; for these and infinite scales, integers are 0.
     is_normal = (scale_bits >= 0x80) & (scale_bits < 0x7F80)
     scale = (tl.where(is_normal, scale_bits, 0x3F80) << 16).to(tl.float32, bitcast=True)
     quotients = tl.where(is_normal[:, None], numbers, 0.0) * tl.div_rn(1.0, scale)[:, None]
-    # Rounds to integers likewise: floats of this size have no fractions.
+    # Round to integers in the same way: floats of this size have no fractions.
     integers = ((quotients + 12582912.0) - 12582912.0).to(tl.int32)
     start = encoded + row * STRIDE
     if BITS == 8:

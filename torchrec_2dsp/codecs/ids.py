@@ -13,7 +13,7 @@ def num_id_bytes(num_rows: float) -> int: ...
 @overload
 def num_id_bytes(num_rows: NDArray[np.float64]) -> NDArray[np.float64]: ...
 def num_id_bytes(num_rows: float | NDArray[np.float64]) -> int | NDArray[np.float64]:
-    """Return the bytes for an id of a table, and for one more number, which says "no row".
+    """Return an id's bytes for a table, with room for one more number, which means "no row".
 
     Example:
         >>> from torchrec_2dsp.codecs.ids import num_id_bytes
@@ -25,7 +25,7 @@ def num_id_bytes(num_rows: float | NDArray[np.float64]) -> int | NDArray[np.floa
 
 
 def pack_ids(ids: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """Return a row of bytes for each id; those that don't fit become the number for "no row".
+    """Return a row of bytes for each id; ids that don't fit become the number for "no row".
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ def pack_ids(ids: torch.Tensor, num_bytes: int) -> torch.Tensor:
         >>> unpack_ids(packed)
         tensor([    5,   300, 65535, 65535])
     """
-    # Of -1, every byte is 255.
+    # Every byte of -1 is 255.
     fitting = ids.clamp(min=-1, max=256**num_bytes - 1) if num_bytes < ids.itemsize else ids
     by_byte = fitting.contiguous().view(torch.uint8).view(ids.numel(), ids.itemsize)
     return by_byte[:, :num_bytes].contiguous()

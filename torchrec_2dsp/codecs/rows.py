@@ -1,8 +1,8 @@
-"""`RowCodec`: rows of numbers in fewer bytes, each row by itself.
+"""`RowCodec`: rows of numbers in fewer bytes, each row separately.
 
     a row of dim numbers   --encode-->   codec.columns(dim) numbers of codec.dtype   --decode-->
 
-Nothing is sent besides, so both ends know every size, and no row's error depends on another row.
+Nothing else is sent, so both ends know every size, and a row's error doesn't depend on other rows.
 """
 
 import enum
@@ -17,12 +17,12 @@ from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.errors import ConfigError
 
 _SCALE_BYTES = 2
-"""A scale is a bfloat16, which has the range of float32."""
+"""A scale is a bfloat16, which has float32's range."""
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal
 _SCALE_MARGIN = 1 + 2**-7
-"""Scales grow by this before they are rounded, so that none is too small for its row."""
+"""The factor by which scales grow before rounding, so that none is too small for its row."""
 _LONGEST = 8192
-"""The longest row of Triton's kernels."""
+"""The longest row that Triton's kernels take."""
 
 
 class RowCodec(ABC):
@@ -46,25 +46,25 @@ class RowCodec(ABC):
 
     @abstractmethod
     def columns(self, dim: int) -> int:
-        """Return how many encoded numbers a row of ``dim`` numbers becomes."""
+        """Return the number of encoded numbers for a row of ``dim`` numbers."""
 
     @abstractmethod
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode rows, from `[rows, dim]`, float32, to `[rows, columns]`.
+        """Encode float32 rows, from `[rows, dim]` to `[rows, columns]`.
 
-        A row with a number that isn't finite becomes one that isn't finite either.
+        A row with a number that isn't finite becomes a row that isn't finite either.
         """
 
     @abstractmethod
     def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
-        """Decode rows to `[rows, dim]`, float32."""
+        """Decode rows to float32 `[rows, dim]`."""
 
     @abstractmethod
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return each row's largest possible change to a number, `[rows]`."""
+        """Return the largest possible change to a number in each row, `[rows]`."""
 
     def num_bytes(self, dim: int) -> int:
-        """Return an encoded row's bytes."""
+        """Return an encoded row's size in bytes."""
         return self.columns(dim) * self.dtype.itemsize
 
     @abstractmethod
@@ -80,7 +80,7 @@ class FloatRows(RowCodec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which numbers travel."""
+        """The numbers' type on the wire."""
         return self.float_dtype
 
     def columns(self, dim: int) -> int:
@@ -113,18 +113,18 @@ class FloatRows(RowCodec):
 
 
 EXACT = FloatRows(torch.float32)
-"""Sends numbers as they are."""
+"""Sends numbers unencoded."""
 
 
 @dataclass(frozen=True)
 class IntegerRows(RowCodec):
     """Sends numbers as integers of 8 or 4 bits, in units of a scale per row.
 
-    The integers are as many on either side of zero, which stays zero.
+    The integers' range is symmetric around zero, which stays zero.
     """
 
     bits: int
-    """8, or 4: two numbers in a byte."""
+    """8, or 4 for two numbers per byte."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,7 +132,7 @@ class IntegerRows(RowCodec):
         return torch.uint8
 
     def columns(self, dim: int) -> int:
-        """Return the integers' bytes, and two for the scale."""
+        """Return the integers' bytes plus two for the scale."""
         return -(-dim * self.bits // 8) + _SCALE_BYTES
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class IntegerRows(RowCodec):
 
             return encode_rows(rows, self.columns(dim), bits=self.bits, unit=self._unit)
         scales = self._scales(rows)
-        # Of smaller scales the reciprocal would be infinite.
+        # Smaller scales' reciprocals would be infinite.
         units = torch.where(scales >= _SMALLEST_SCALE, scales.float().reciprocal(), 0.0)
         integers = (rows * units[:, None]).round_()
         encoded = torch.empty((num_rows, self.columns(dim)), dtype=torch.uint8, device=rows.device)
@@ -171,7 +171,7 @@ class IntegerRows(RowCodec):
         return bool(self._scales_of(encoded).sum().isfinite())
 
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return half a scale."""
+        """Return half a scale, plus the rounding error of the quotient."""
         scales, largest = self._scales(rows).float(), _largest(rows)
         # The quotient of a number and its scale is rounded as well.
         bound = scales * 0.5 + largest * torch.finfo(torch.float32).eps
@@ -179,7 +179,7 @@ class IntegerRows(RowCodec):
 
     def _scales_of(self, encoded: torch.Tensor) -> torch.Tensor:
         """Return encoded rows' scales, `[rows, 1]`, float32."""
-        # A copy, because views of wider types have to begin at multiples of their size.
+        # A copy, because views of wider types must begin at multiples of their size.
         scale_bytes = encoded[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
         return scale_bytes.view(torch.bfloat16).float()
 
@@ -188,7 +188,7 @@ class IntegerRows(RowCodec):
 
     @property
     def _unit(self) -> float:
-        """A scale over its row's largest number."""
+        """A scale divided by its row's largest number."""
         return _SCALE_MARGIN / (2 ** (self.bits - 1) - 1)
 
 
@@ -201,7 +201,7 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Return each row's largest absolute value; 0 for empty rows."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0])
-    # Of 0 and -0, either may be the larger one.
+    # Either of 0 and -0 may be the larger one.
     return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_()).abs_()
 
 
@@ -209,14 +209,14 @@ def _packed(integers: torch.Tensor) -> torch.Tensor:
     """Pack integers of -7 to 7 in pairs: the first takes a byte's lower half."""
     if integers.shape[1] % 2:
         integers = torch.nn.functional.pad(integers, (0, 1))
-    # Both of a pair at once, in numbers of 16 bits whose bytes they are.
+    # Both integers of a pair at once, as the bytes of a 16-bit number.
     halves = integers.to(torch.int8).contiguous().view(torch.int16)
     halves.bitwise_and_(0x0F0F)
     return (halves >> 4).bitwise_or_(halves).to(torch.uint8)
 
 
 def _unpacked(pairs: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the integers of `_packed`, as float32."""
+    """Return the integers that `_packed` packed, as float32."""
     integer_pairs = _pair_of_each_byte(pairs.device).index_select(0, pairs.flatten().int())
     return (
         torch.view_as_real(integer_pairs).view(len(pairs), 2 * pairs.shape[1])[:, :dim].contiguous()
@@ -225,7 +225,7 @@ def _unpacked(pairs: torch.Tensor, dim: int) -> torch.Tensor:
 
 @cache
 def _pair_of_each_byte(device: torch.device) -> torch.Tensor:
-    """Return each byte's two integers as one complex number: a lookup unpacks fastest."""
+    """Return each byte's two integers as one complex number, as a lookup unpacks fastest."""
     halves = torch.arange(16)
     integers = torch.where(halves < 8, halves, halves - 16).float()
     return torch.complex(integers.repeat(16), integers.repeat_interleave(16)).to(device)
@@ -233,7 +233,7 @@ def _pair_of_each_byte(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FlatCodec:
-    """Encodes numbers without rows, such as gradients of dense parameters.
+    """Encodes numbers without rows, such as dense parameters' gradients.
 
     Example:
         >>> import torch
@@ -247,21 +247,21 @@ class FlatCodec:
     """
 
     codec: RowCodec
-    """Encodes a block of numbers."""
+    """The codec for a block of numbers."""
 
     block: int = 128
-    """The numbers that share a scale. Zeros fill the last block."""
+    """The count of numbers that share a scale. Zeros fill the last block."""
 
     def num_bytes(self, size: int) -> int:
         """Return the bytes of ``size`` encoded numbers."""
         return self._num_blocks(size) * self.codec.num_bytes(self.block)
 
     def encode(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Encode numbers, from `[size]`, float32, to `[num_bytes]`, uint8."""
+        """Encode float32 numbers, from `[size]` to uint8 `[num_bytes]`."""
         return self.codec.encode(self._blocks(numbers)).view(-1).view(torch.uint8)
 
     def decode(self, encoded: torch.Tensor, size: int) -> torch.Tensor:
-        """Decode numbers to `[size]`, float32."""
+        """Decode numbers to float32 `[size]`."""
         shape = (self._num_blocks(size), self.codec.columns(self.block))
         blocks = encoded.view(self.codec.dtype).view(shape)
         return self.codec.decode(blocks, self.block).view(-1)[:size]
@@ -272,7 +272,7 @@ class FlatCodec:
         return bounds.repeat_interleave(self.block)[: numbers.numel()]
 
     def _blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return numbers as `[blocks, block]`, filled up by zeros."""
+        """Return numbers as `[blocks, block]`, padded with zeros."""
         missing = -numbers.numel() % self.block
         return torch.nn.functional.pad(numbers, (0, missing)).view(-1, self.block)
 
@@ -281,7 +281,7 @@ class FlatCodec:
 
 
 class Transport(enum.StrEnum):
-    """The form in which numbers travel. They are added and applied in float32 in any case.
+    """The numbers' wire format. They are added and applied in float32 in any case.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -290,19 +290,19 @@ class Transport(enum.StrEnum):
     """
 
     FP32 = "fp32"
-    """Numbers travel as they are."""
+    """Numbers travel unencoded."""
 
     BF16 = "bf16"
     """Half the bytes, 8 bits of each number."""
 
     FP16 = "fp16"
-    """Half the bytes, 11 bits of each number; what is beyond 65,504 becomes infinite."""
+    """Half the bytes, 11 bits of each number; numbers beyond 65,504 become infinite."""
 
     INT8 = "int8"
-    """About a quarter of the bytes: integers of -127 to 127, in units of a scale for each row."""
+    """About a quarter of the bytes: integers of -127 to 127, in units of a scale per row."""
 
     INT4 = "int4"
-    """About an eighth of the bytes: integers of -7 to 7, in units of a scale for each row."""
+    """About an eighth of the bytes: integers of -7 to 7, in units of a scale per row."""
 
     @property
     def codec(self) -> RowCodec:
@@ -310,7 +310,7 @@ class Transport(enum.StrEnum):
         return _CODECS[self]
 
     def codec_for(self, dim: int) -> RowCodec:
-        """Return the codec for rows of ``dim`` numbers: for a single one, bf16 is shortest."""
+        """Return the codec for rows of ``dim`` numbers; a single number is shortest in bf16."""
         is_integer = self in (Transport.INT8, Transport.INT4)
         return _CODECS[Transport.BF16] if is_integer and dim == 1 else self.codec
 
@@ -327,7 +327,7 @@ _CODECS: dict[Transport, RowCodec] = {
 def transports_of(
     precision: "Transport | str | Sequence[Transport | str]",
 ) -> tuple[Transport, ...]:
-    """Return the transports that a precision allows: a name for some, or those that it lists.
+    """Return the transports that a precision allows: "exact", "any", or a list of them.
 
     Example:
         >>> from torchrec_2dsp.codecs.rows import transports_of

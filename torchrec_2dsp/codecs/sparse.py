@@ -1,4 +1,4 @@
-"""`SparseCodec`: a few entries of a large flat tensor, where they are and what they are.
+"""`SparseCodec`: a few entries of a large flat tensor, with their positions and values.
 
 positions and values   --encode-->   num_bytes bytes   --decode-->   capacity entries
 
@@ -15,7 +15,7 @@ import torch
 from torchrec_2dsp.codecs.rows import FlatCodec
 
 _BLOCK = 2**16
-"""The elements in a block, so that a place inside it takes 16 bits."""
+"""The number of elements in a block, so that a place inside it takes 16 bits."""
 _HALF = 2**15
 """Subtracted from unsigned 16-bit numbers, because torch computes with signed ones."""
 
@@ -55,11 +55,11 @@ class SparseCodec:
     """The most entries in a message. Unused room is sent, too."""
 
     values: FlatCodec
-    """Encodes the entries' values."""
+    """The codec for the entries' values."""
 
     @property
     def num_bytes(self) -> int:
-        """A message's bytes."""
+        """A message's size in bytes."""
         return sum(self._section_bytes)
 
     @property
@@ -68,7 +68,7 @@ class SparseCodec:
 
     @property
     def _section_bytes(self) -> tuple[int, int, int]:
-        # Each part begins at a multiple of four bytes, and so does a message behind another one.
+        # Each part begins at a multiple of four bytes, and so does a message that follows another.
         num_bytes = (2 * self.capacity, self.values.num_bytes(self.capacity))
         places, values = (size + -size % 4 for size in num_bytes)
         return 4 * self._num_blocks, places, values
@@ -111,11 +111,11 @@ class SparseCodec:
 
 
 _SAMPLE = 2**16
-"""A threshold is measured with at least half as many elements. Of 0.5 % of them, the count above it
+"""A threshold is measured with at least half as many elements. If 0.5 % exceed it, their count
 errs by about 7 %."""
 _MARGIN = 1.2
-"""The factor by which more elements should lie above a measured threshold than were asked for,
-because it errs; the smallest are dropped."""
+"""The factor by which more elements than requested should exceed a measured threshold,
+because it errs; the smallest of them are dropped."""
 _JUST_BELOW = 1 - 2**-20
 """Keeps the threshold just below the smallest element that passes."""
 
@@ -134,7 +134,7 @@ class ThresholdRule:
         """Return the magnitude that ``capacity`` of the values exceed, or a few more."""
         size = values.numel()
         stride = 1 if self.is_exact else max(1, size // _SAMPLE)
-        # An odd stride, or all of the sample might come from a few columns of a matrix.
+        # An odd stride, or the sample might come from only a few of a matrix's columns.
         sample = values[:: stride | 1].abs()
         margin = 1.0 if sample.numel() == size else _MARGIN
         num_above = math.ceil(capacity * margin * sample.numel() / size)
@@ -159,7 +159,7 @@ class Threshold:
         self._step = 0
 
     def choose(self, values: torch.Tensor) -> Entries:
-        """Return a flat tensor's largest elements, at most `capacity`; none that is zero."""
+        """Return a flat tensor's largest elements, at most `capacity`, none of them zero."""
         if self._step % self._rule.refresh == 0:
             self._size = self._rule.measure(values, self._capacity)
         self._step += 1
@@ -184,7 +184,7 @@ def largest(entries: Entries, capacity: int) -> Entries:
 
 
 class ErrorFeedback:
-    """Keeps a *residual* for each tensor: everything due, minus everything sent.
+    """Keeps a *residual* for each tensor: everything due minus everything sent.
 
     Example:
         >>> import torch
@@ -211,14 +211,14 @@ class ErrorFeedback:
         return residual.add_(values)
 
     def take_off(self, name: str, positions: torch.Tensor, sent: torch.Tensor) -> None:
-        """Subtract what was sent, as the receivers have it, from the residual.
+        """Subtract the sent values, as received, from the residual.
 
-        ``positions`` are elements or rows along its first dimension, each once.
+        ``positions`` are distinct elements, or rows along its first dim.
         """
         self._residuals[name].index_add_(0, positions, sent, alpha=-1)
 
     def give_back(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values that had been sent, and weren't used after all."""
+        """Add values back that were sent but not used after all."""
         self._residuals[name].index_add_(0, positions, values)
 
     def drain(self, name: str, device: torch.device) -> torch.Tensor | None:

@@ -25,11 +25,11 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#333333", "#CC79A7", "#56B4E9", "#D
 """Colours for lines and marks."""
 _YELLOW = "#F0E442"
 MARKERS = "osDv^<>"
-"""Markers for lines that differ by more than their colour."""
+"""Markers for lines that differ in more than their colour."""
 
 Dash = Literal["", "-", "--", ":", "-."]
 DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
-"""Dashes for lines of equal colours."""
+"""Dashes for lines with equal colours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Axis:
 
     is_log: bool = False
     limits: tuple[float, float] | None = None
-    """The first and the last number; by default the lines' own, with some room."""
+    """The first and last number; by default the lines' own, with a margin."""
 
     names: Sequence[str] = ()
     """Names shown instead of the numbers 0, 1, 2 and so on."""
@@ -64,10 +64,10 @@ class Line:
     """Each point's upper bound."""
 
     is_band: bool = False
-    """Whether the ranges form a band, rather than a bar at each point."""
+    """True if the ranges form a band, rather than a bar at each point."""
 
     way: Literal["straight", "steps", "points"] = "straight"
-    """The way in which points are joined; not at all as ``"points"``."""
+    """The way points are joined; not at all as ``"points"``."""
 
     colour: str = ""
     """The colour as ``#rrggbb``; by default the palette's next one."""
@@ -100,7 +100,7 @@ class LineChart:
 
     title: str = ""
     width_inches: float = 5.2
-    """The width in a file, without the legend; plots on a page fill it."""
+    """The width in a file, without the legend; on a page, plots fill the width."""
 
     def styled(self) -> list[Line]:
         """Return the lines with their colours and dashes."""
@@ -121,7 +121,7 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """One bar in each of several places of a chart."""
+    """One bar in each of several places in a chart."""
 
     name: str
     """The legend entry."""
@@ -136,7 +136,7 @@ class Bars:
     """The colour as ``#rrggbb``; by default the palette's next one."""
 
     is_hatched: bool = False
-    """Whether the bars are hatched, with colours from the palette's end."""
+    """True if the bars are hatched, with colours from the palette's end."""
 
     hover: Mapping[str, str] = field(default_factory=dict)
     """Each bar's text under the mouse, by place, on a page; by default its number."""
@@ -187,9 +187,9 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#dddddd",
     "legend.frameon": False,
-    # A dollar in a name is no formula.
+    # A dollar in a name starts no formula.
     "text.parse_math": False,
-    # Text stays text: smaller files, and found by searching.
+    # Text stays text: smaller files that can be searched.
     "svg.fonttype": "none",
     "svg.hashsalt": "torchrec_2dsp",
 }
@@ -211,10 +211,10 @@ def draw_lines(charts: Sequence[LineChart], path: str | Path) -> None:
             "plots need matplotlib, which is not installed; pip install 'torchrec-2dsp[report]', "
             "or do without plots"
         ) from error
-    # Without a date and a version, which differ between two plots of the same numbers.
+    # Without a date and a version, which would differ between two plots of the same numbers.
     metadata: dict[str, Any] = {"Date": None, "Creator": None}
     drawn = StringIO()
-    # In this module's style; then the user's is restored.
+    # Use this module's style, and restore the user's afterwards.
     with style.context(_STYLE, after_reset=True):
         figure = _lines_figure(charts)
         figure.savefig(drawn, format="svg", facecolor="white", metadata=metadata)
@@ -286,7 +286,7 @@ def _show_axis(panel: "Axes", letter: str, axis: Axis) -> None:
         panel.set(**{f"{letter}lim": (-0.5, len(axis.names) - 0.5)})
         ruler.set_ticks(range(len(axis.names)), list(axis.names))
     elif axis.is_log:
-        # Plain numbers, and enough of them where the axis spans little.
+        # Show plain numbers, and enough of them on short axes.
         low, high = ruler.get_view_interval()
         subs = (1, 2, 5) if high < 500 * low else (1,)
         ruler.set_major_locator(

@@ -152,7 +152,7 @@ th { cursor: pointer; position: sticky; top: 0; background: white }
 pre { font-size: 12px; background: #f6f6f6; padding: .8em; overflow-x: auto }
 summary { cursor: pointer; margin: .8em 0 }
 """
-# Columns of numbers are sorted as such: commas, and what follows a number, don't count.
+# Columns of numbers are sorted as numbers; commas and what follows a number don't count.
 _SORT = """
 for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
   const body = heading.closest("table").tBodies[0], place = heading.cellIndex;
@@ -174,11 +174,11 @@ _PLOT_HEIGHT, _SMALL_HEIGHT, _PLOT_MARGIN = 400, 280, 60
 _BARS_MARGIN, _BAR_HEIGHT = 160, 18
 """The margins of horizontal bars, and the height per place, in pixels."""
 _NAMES_PER_LINE, _LINE_HEIGHT = 5, 20
-"""The least names per legend line, and its height in pixels."""
+"""The fewest names per legend line, and its height in pixels."""
 
 
 class Page:
-    """Texts, tables and plots, in sections that a list at the side leads to.
+    """Texts, tables and plots in sections, with a list of links at the side.
 
     Example:
         >>> from torchrec_2dsp.report.page import Page
@@ -197,14 +197,14 @@ class Page:
         self._sections: list[str] = []
 
     def begin_section(self, heading: str) -> None:
-        """Begin a section, which what is added next belongs to."""
+        """Begin a section, to which the following parts belong."""
         self._parts.append("</section>" if self._sections else "")
         self._sections.append(heading)
         anchor = f'id="section-{len(self._sections)}"'
         self._parts.append(f"<section {anchor}><h2>{escape(heading)}</h2>")
 
     def add_numbers(self, numbers: Sequence[tuple[str, str]]) -> None:
-        """Add large numbers side by side, each with what it is."""
+        """Add large numbers side by side, each with its description."""
         tiles = (f"<div><b>{escape(number)}</b>{escape(what)}</div>" for number, what in numbers)
         self._parts.append(f'<div class="numbers">{"".join(tiles)}</div>')
 
@@ -217,11 +217,11 @@ class Page:
         self._add(heading, f"<pre>{escape(text)}</pre>", is_folded=is_folded)
 
     def add_table(self, heading: str, table: Table, *, is_folded: bool = False) -> None:
-        """Add a table that a click on a heading sorts, folded under its own if wanted."""
+        """Add a table that a click on a heading sorts, folded under its own heading if wanted."""
         self._add(heading, f'<div class="wide">{table.html()}</div>', is_folded=is_folded)
 
     def _add(self, heading: str, content: str, *, is_folded: bool = False) -> None:
-        """Add a part under its heading, which is smaller in a section."""
+        """Add a part under its heading, which is smaller inside a section."""
         heading, rank = escape(heading), 3 if self._sections else 2
         self._parts.append(
             f"<details><summary>{heading}</summary>{content}</details>"
@@ -260,7 +260,7 @@ class Page:
         figure.update_layout(
             template="simple_white",
             height=height + more_lines_height,
-            # Room for the toolbar and for the names.
+            # Room for the toolbar and the names.
             margin={"t": _PLOT_MARGIN + more_lines_height, "r": 20},
             legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
             showlegend=len(drawn_things) > 1,
@@ -268,7 +268,7 @@ class Page:
         self.figures.append(figure)
         drawn: str = figure.to_html(
             full_html=False,
-            # The first plot brings the script for all, so that the file needs no network.
+            # The first plot includes the script for all, so that the file needs no network.
             include_plotlyjs=len(self.figures) == 1,
             div_id=f"plot-{len(self.figures)}",
             config={"responsive": True, "displaylogo": False}

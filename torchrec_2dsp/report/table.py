@@ -15,12 +15,12 @@ from textwrap import wrap
 from typing import Any
 
 MISSING = "-"
-"""The cell for a value that isn't known."""
+"""The cell for an unknown value."""
 
 _GAP = "  "
 _WORDS_CLASS = ' class="words"'
 _NARROW_WORDS = 8
-"""Columns of words are folded to this width before columns of numbers are folded at all."""
+"""The width to which word columns are folded before number columns are folded at all."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Table:
     """
 
     headings: Sequence[str]
-    """The column names; a line break in one is kept in text and a space elsewhere."""
+    """The column names; a line break in one is kept in text, and becomes a space elsewhere."""
 
     rows: Sequence[Sequence[str]]
     """Each row's cells, one per column."""
 
     words: Collection[str] = ()
-    """Headings of the left-aligned columns; the others are numbers, aligned right."""
+    """Headings of the left-aligned columns; the others hold numbers, aligned right."""
 
     title: str = field(default="", kw_only=True)
     """A line above the table, in text and terminals only: pages have headings."""
@@ -58,7 +58,7 @@ class Table:
     """Rich styles by row number, such as ``{0: "bold red"}``; only terminals show them."""
 
     def text(self, width: int = 100) -> str:
-        """Return lines with at most ``width`` characters; long cells are folded, but for names."""
+        """Return lines with at most ``width`` characters; long cells are folded, except names."""
         return "\n".join(line for line, _ in self._styled_lines(width))
 
     def markdown(self) -> str:
@@ -99,7 +99,7 @@ class Table:
         for number, row in enumerate(self.rows):
             style = self.styles.get(number, "")
             if self._is_words[0] and len(row) > 1 and len(row[0]) > widths[0]:
-                # A name that is too long stands above its row.
+                # A name that is too long gets its own line above the row.
                 yield from ((line, style) for line in wrap(row[0], width))
                 row = ("", *row[1:])
             yield from ((line, style) for line in self._folded(row, widths))
@@ -136,7 +136,7 @@ class Table:
 
 
 def escape_markdown(text: str) -> str:
-    r"""Return text on one line, which Markdown shows as it is.
+    r"""Return text on one line, which Markdown shows unchanged.
 
     Example:
         >>> from torchrec_2dsp.report.table import escape_markdown
@@ -144,5 +144,5 @@ def escape_markdown(text: str) -> str:
         a\|b of row_wise
     """
     text = re.sub(r"([\\`*<>|]|\](?=[(\[:]))", r"\\\1", " ".join(text.split()))
-    # An underscore between letters is just that, as is a bracket that no link follows.
+    # An underscore between letters needs no escape, nor does a bracket without a link after it.
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)

@@ -1,4 +1,4 @@
-"""`Calibration`: a TOML file with the time that collectives and row work take on some machines."""
+"""`Calibration`: a TOML file with some machines' times for collectives and row work."""
 
 import tomllib
 from pathlib import Path
@@ -31,17 +31,17 @@ _PASSES = {
     Transport.INT8: 5.0,
     Transport.INT4: 9.0,
 }
-"""Encoding and decoding in copies of the rows, on CPUs where that wasn't measured."""
+"""Encoding and decoding in units of copying the rows, for CPUs where they weren't measured."""
 
 
 class KernelCost(Coefficients):
-    """Seconds of work on a rank's rows, while the other ranks do the same."""
+    """Seconds of work on a rank's rows, while the other ranks do the same work."""
 
     per_item_s: Unit
-    """Seconds for each id or row."""
+    """Seconds per id or row."""
 
     per_byte_s: Unit
-    """Seconds for each byte of rows."""
+    """Seconds per byte of rows."""
 
     def seconds(self, items: Any, num_bytes: Any) -> Any:
         """Return the work's seconds without the constant per call, for numbers or arrays."""
@@ -49,59 +49,59 @@ class KernelCost(Coefficients):
 
 
 class BagCost(KernelCost):
-    """Seconds of bags, by their ids, the vectors that come out, and their distinct rows.
+    """Seconds of pooling bags, by their ids, output vectors and distinct rows.
 
     Repeated ids read cached rows, so a row's first id costs more than the others.
     """
 
     per_vector_byte_s: Unit
-    """Seconds for each byte of the bags' vectors."""
+    """Seconds per byte of the bags' vectors."""
 
     per_row_byte_s: Unit
-    """Seconds for each byte of the distinct rows."""
+    """Seconds per byte of the distinct rows."""
 
     def of_bags(self, items: Any, num_bytes: Any, *, vector_bytes: Any, row_bytes: Any) -> Any:
-        """Return the bags' seconds without the constant, for numbers or arrays.
+        """Return the bags' seconds without the constant per call, for numbers or arrays.
 
-        ``num_bytes`` count a row for each id, ``row_bytes`` once.
+        ``num_bytes`` count a row for each id, ``row_bytes`` only once.
         """
         bags = self.per_vector_byte_s * vector_bytes + self.per_row_byte_s * row_bytes
         return self.seconds(items, num_bytes) + bags
 
 
 class Kernels(CalibrationPart):
-    """The time that work on a rank's rows takes, while its neighbours do the same."""
+    """The times for work on a rank's rows, while its neighbours do the same work."""
 
     lookup: BagCost
     """The forward of a fused embedding kernel that sums bags."""
 
     update: BagCost
-    """The backward of that kernel, with the optimizer."""
+    """That kernel's backward, with the optimizer."""
 
     row_lookup: KernelCost
-    """The forward of row exchange's kernel, which gives rows as they are."""
+    """The forward of row exchange's kernel, which returns rows unpooled."""
 
     row_update: KernelCost
-    """Applying row gradients, those for one row added up first."""
+    """Applying row gradients, after summing them by row."""
 
     find: KernelCost
-    """Finding the distinct among ids, and where each id's row will be."""
+    """Finding distinct ids, and each id's row among them."""
 
     pool: KernelCost
-    """Copying rows to where they are wanted, or adding them up there."""
+    """Copying rows to their places, or summing them there."""
 
     add: KernelCost
-    """Adding up the gradients for each row."""
+    """Summing each row's gradients."""
 
     dense_update: KernelCost
     """An optimizer's pass over a whole table."""
 
     host_memory: KernelCost | None = None
-    """Reading rows that are in the host's memory from a GPU, beside the time of the kernels above;
-    `None` on CPUs, and where it wasn't measured."""
+    """A GPU's reads of rows in host memory, in addition to the kernels' times above;
+    `None` on CPUs, and if it wasn't measured."""
 
     matmul: KernelCost | None = None
-    """Multiplying matrices, by floating-point operations, and by the bytes that go in and out;
+    """Multiplying matrices, by floating-point operations and by input and output bytes;
     `None` in files from before it was measured."""
 
     encode_bf16: KernelCost | None = None
@@ -118,7 +118,7 @@ class Kernels(CalibrationPart):
     """Encoding and decoding rows in 4 bits."""
 
     def codec(self, transport: Transport) -> KernelCost:
-        """Return the time of encoding and decoding rows, by float32 bytes counted once."""
+        """Return the cost of encoding and decoding rows, by float32 bytes counted once."""
         measured = getattr(self, encoding(transport), None)
         if measured is not None:
             return measured
@@ -133,41 +133,41 @@ def encoding(transport: Transport) -> str:
 
 
 class Hardware(CalibrationPart):
-    """The machines on which a calibration holds."""
+    """The machines for which a calibration holds."""
 
     name: str
-    """The name that people call the machines by."""
+    """The machines' name."""
 
     device: str = Field(pattern="^(cpu|cuda)$")
     """The tables' device: ``cpu`` or ``cuda``."""
 
     num_hosts: int = Field(ge=1, le=2**20)
-    """Hosts that took part."""
+    """The number of hosts that took part."""
 
     ranks_per_host: int = Field(ge=1, le=2**12)
-    """Ranks that shared a host's cores and link."""
+    """The number of ranks that shared a host's cores and link."""
 
     processor: str = ""
     """A host's processor, or the name of its GPUs."""
 
     measured: str = ""
-    """The day of the measurement; or the data sheets, where nothing was measured."""
+    """The day of the measurement; or the data sheets, if nothing was measured."""
 
     memory_bytes: int = Field(default=0, ge=0, le=2**50)
-    """A rank's memory for tables: GPU memory, or its share of a host's; 0 for unknown."""
+    """A rank's memory for tables: GPU memory, or its share of a host's; 0 if unknown."""
 
     host_memory_bytes: int = Field(default=0, ge=0, le=2**50)
-    """Beside GPU memory, a rank's share of its host's; 0 for unknown, and on CPUs."""
+    """A rank's share of its host's memory, beside GPU memory; 0 if unknown, and on CPUs."""
 
 
 class CollectiveTimes(CalibrationPart):
-    """The time that each collective takes."""
+    """The costs of the collectives."""
 
     all_to_all: CollectiveCost
     """The backend's own all-to-all."""
 
     full_duplex_all_to_all: CollectiveCost | None = None
-    """This package's all-to-all on gloo; on nccl it is the backend's."""
+    """This package's all-to-all on gloo; on nccl the backend's is used."""
 
     all_reduce: CollectiveCost
     """The all-reduce of dense gradients, and of whole shards."""
@@ -180,7 +180,7 @@ class CollectiveTimes(CalibrationPart):
 
 
 class Calibration(CalibrationPart):
-    """Constants of a network and its machines, from which a `CostModel` predicts a step.
+    """A network's and its machines' constants, from which a `CostModel` predicts a step.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -190,28 +190,28 @@ class Calibration(CalibrationPart):
     """
 
     format: int = Field(default=CALIBRATION_FORMAT, ge=CALIBRATION_FORMAT, le=CALIBRATION_FORMAT)
-    """The format of the file."""
+    """The file's format."""
 
     hardware: Hardware
-    """The machines on which it was made."""
+    """The calibrated machines."""
 
     collectives: CollectiveTimes
-    """The time that the network takes."""
+    """The network's costs."""
 
     kernels: Kernels
-    """The time that the machines take."""
+    """The machines' costs."""
 
     turn_s: Call = 0.0
-    """The time of a collective beyond its own where ranks come from computing: they don't come
-    together, and where they share cores, sending has to wait for those that still compute."""
+    """The extra time of a collective that follows computing: ranks don't arrive
+    together, and if they share cores, sending waits for ranks that still compute."""
 
     straggler_share: float = Field(default=0.0, ge=0, le=1)
-    """The slowest of n ranks computes longer than usual by ``ln(n)`` times this share, as where
-    delays have an exponential tail; 0 for calibrations, whose ranks were waited for as well."""
+    """The slowest of n ranks computes longer than usual by ``ln(n)`` times this share, as if
+    delays had an exponential tail; 0 for calibrations, which waited for all ranks anyway."""
 
     hidden_share: float = Field(default=1.0, ge=0, le=1)
     """The share of a long exchange that takes no time if ranks compute meanwhile; the rest is the
-    processors' own work with it."""
+    processors' own work for it."""
 
     def save(self, path: str | Path) -> None:
         """Write the calibration as TOML."""
@@ -219,10 +219,10 @@ class Calibration(CalibrationPart):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote, or a calibration that ships with the package by its name.
+        """Read a file that `save` wrote, or by its name a calibration that ships with the package.
 
         Raises:
-            CalibrationError: it can't be read, isn't a calibration, or has absurd numbers.
+            CalibrationError: the file can't be read, isn't a calibration, or has absurd numbers.
         """
         shipped = {file.stem: file for file in _SHIPPED.glob("*.toml")}
         try:
@@ -232,7 +232,7 @@ class Calibration(CalibrationPart):
                 f"{path} can't be read: {error.strerror}; use a path, or one of "
                 f"{', '.join(sorted(shipped))}, which ship with the package"
             ) from error
-        # A number of too many digits is a ValueError of Python's own.
+        # For a number with too many digits Python raises a ValueError.
         except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is not TOML: {error}") from error
         try:
@@ -247,10 +247,10 @@ class Calibration(CalibrationPart):
 
     @classmethod
     def of_topology(cls, topology: Topology) -> Self:
-        """Make a calibration from a TorchRec topology's figures, where nothing was measured.
+        """Build a calibration from a TorchRec topology's figures, if nothing was measured.
 
-        Bandwidths and nothing else: no message has a latency, no kernel a start. Every rank has an
-        interface of its own, and reads and writes a row once for each pass.
+        It only has bandwidths: no message has a latency, no kernel a start-up time. Each rank has
+        its own interface, and reads and writes a row once per pass.
         """
         on_cpu = topology.compute_device == "cpu"
         memory = topology.ddr_mem_bw if on_cpu else topology.hbm_mem_bw
@@ -270,7 +270,7 @@ class Calibration(CalibrationPart):
             KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * bandwidth))
             for passes, bandwidth in ((1, memory), (2, memory), (1, topology.hbm_to_ddr_mem_bw))
         )
-        # Ids cost the same whether they repeat or not.
+        # Repeated ids cost the same as others.
         lookup, update = (
             BagCost(**cost.model_dump(), per_vector_byte_s=0.0, per_row_byte_s=0.0)
             for cost in (once, twice)
@@ -300,16 +300,16 @@ class Calibration(CalibrationPart):
         )
 
     def all_to_all(self, *, full_duplex: bool) -> CollectiveCost:
-        """Return the backend's all-to-all, or this package's where the backend has another."""
+        """Return this package's all-to-all if ``full_duplex`` and measured, else the backend's."""
         other = self.collectives.full_duplex_all_to_all
         return other if full_duplex and other is not None else self.collectives.all_to_all
 
     def topology(
         self, world_size: int, local_world_size: int, *, device: str = "", **more: Any
     ) -> Topology:
-        """Make a topology for TorchRec's own planner: all-to-all bandwidths, as it counts them.
+        """Build a topology for TorchRec's planner: all-to-all bandwidths, as TorchRec counts them.
 
-        A rank's memory is the calibration's, if that knows it, for the same kind of device.
+        A rank's memory is the calibration's, if known, for the same kind of device.
 
         Args:
             world_size: ranks to plan for.
@@ -337,12 +337,12 @@ class Calibration(CalibrationPart):
                 # A rank has its share of the host's link.
                 inter_host_bw=_per_ms(cost.link_s_per_byte, shared_by=local_world_size),
             ),
-            # Without the second, TorchRec drops the bandwidths.
+            # Without ``use_hardware_based_bandwidth``, TorchRec drops the bandwidths.
             KernelConfig(compute_device=device, use_hardware_based_bandwidth=True),
         )
 
     def check_covers(self, *, world_size: int, local_world_size: int) -> None:
-        """Raise `CalibrationError` if bytes would travel where none did when it was made."""
+        """Raise `CalibrationError` if bytes would travel where none did during calibration."""
         cost = self.collectives.all_to_all
         for is_there, s_per_byte, where in (
             (local_world_size > 1, cost.local_s_per_byte, "in a host"),

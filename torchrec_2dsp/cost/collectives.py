@@ -1,14 +1,14 @@
-"""The price of collectives: ranks on hosts, the bytes that move, and the seconds. Pure.
+"""The costs of collectives: ranks on hosts, the bytes that move, and the seconds. Pure.
 
-Inside a host, ranks send at the same time; over a host's link, their bytes add up. Both ways are
-free at once, so the busier direction counts::
+Inside a host, ranks send concurrently; over a host's link, their bytes add up. Both directions
+are used at once, so the busier one counts::
 
-    Span                 ranks of a group on hosts, and groups that share a host's link
-    all_to_all(span, n)  -> Traffic(local_bytes, link_bytes), by the algorithm that moves them
+    Span                 a group's ranks on hosts, and groups that share a host's link
+    all_to_all(span, n)  -> Traffic(local_bytes, link_bytes), by the algorithm
     CollectiveCost.seconds(span, traffic)
                          = call + peers + max(local_bytes at its rate,
                                               link_bytes at its rate, slower among many hosts)
-    merge_seconds        the all-to-alls that bring row gradients together
+    merge_seconds        the all-to-alls that merge row gradients
 """
 
 import math
@@ -24,14 +24,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from torchrec_2dsp.errors import CalibrationError
 
 Call = Annotated[float, Field(ge=0, le=3_600)]
-"""Seconds for a call: an hour at most, as more is a mistake."""
+"""Seconds per call: an hour at most, as more is a mistake."""
 Unit = Annotated[float, Field(ge=0, le=1)]
-"""Seconds for each byte, id or row: one at most."""
+"""Seconds per byte, id or row: one at most."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Like process groups that are busy at the same time, on their hosts.
+    """Process groups of the same shape on their hosts, all busy at the same time.
 
     Example:
         Four groups of two ranks, each over two hosts of four ranks.
@@ -43,17 +43,17 @@ class Span:
     """
 
     num_ranks: int
-    """Ranks in one group."""
+    """The number of ranks in a group."""
 
     ranks_per_host: int
-    """Ranks that one group has on the host with most of them."""
+    """The number of a group's ranks on the host with most of them."""
 
     groups_per_host: int
-    """Groups with ranks on one host."""
+    """The number of groups with ranks on one host."""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], local_world_size: int) -> "Span":
-        """Return the span for groups, on hosts with ``local_world_size`` ranks each."""
+        """Return the groups' span on hosts with ``local_world_size`` ranks each."""
         on_hosts = [Counter(rank // local_world_size for rank in group) for group in groups]
         by_host = Counter(host for num_on_host in on_hosts for host in num_on_host)
         return cls(
@@ -64,7 +64,7 @@ class Span:
 
     @classmethod
     def of_world(cls, world_size: int, local_world_size: int) -> "Span":
-        """Return all ranks as one group."""
+        """Return the span of all ranks as one group."""
         return cls(world_size, min(world_size, local_world_size), 1)
 
     @property
@@ -74,38 +74,38 @@ class Span:
 
     @property
     def num_hosts(self) -> int:
-        """The hosts on which a group lies."""
+        """The number of hosts that a group spans."""
         return -(-self.num_ranks // self.ranks_per_host)
 
     @property
     def fewest_on_host(self) -> int:
-        """The ranks on the host with fewest of them: the last, which has what is left."""
+        """The number of ranks on the host with fewest of them: the last, which has what is left."""
         return self.num_ranks - (self.num_hosts - 1) * self.ranks_per_host
 
     def inside_hosts(self) -> "Span":
-        """Return each group's ranks on one host, as groups of their own."""
+        """Return the span of each group's ranks on one host, as separate groups."""
         return Span(self.ranks_per_host, self.ranks_per_host, self.groups_per_host)
 
     def across_hosts(self) -> "Span":
-        """Return the ranks with the same place on their hosts, as groups of their own."""
+        """Return the span of the ranks with the same place on their hosts, as separate groups."""
         return Span(self.num_hosts, 1, self.groups_per_host * self.ranks_per_host)
 
 
 class Traffic(NamedTuple):
-    """The bytes that the busiest rank and the busiest host have to move."""
+    """The bytes that the busiest rank and the busiest host must move."""
 
     local_bytes: float
     """The busiest rank's bytes inside its host."""
 
     link_bytes: float
-    """The busiest host's bytes to or from other hosts, for all its ranks and groups together."""
+    """The busiest host's bytes to or from other hosts, over all its ranks and groups."""
 
 
 NOTHING_MOVED = Traffic(0.0, 0.0)
 
 
 def all_to_all(span: Span, to_each: float) -> Traffic:
-    """Every rank sends ``to_each`` bytes to every rank."""
+    """Return the traffic if every rank sends ``to_each`` bytes to every rank."""
     elsewhere = span.num_ranks - span.ranks_per_host
     return Traffic(
         (span.ranks_per_host - 1) * to_each,
@@ -114,9 +114,9 @@ def all_to_all(span: Span, to_each: float) -> Traffic:
 
 
 def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
-    """Rank p sends ``to_each[p]`` bytes to every rank in its group; a number is every rank's.
+    """Return the traffic if rank p sends ``to_each[p]`` bytes to every rank; a number is for all.
 
-    The other way round it is the same: every rank sends ``to_each[p]`` bytes to rank p.
+    The reverse has the same traffic: every rank sends ``to_each[p]`` bytes to rank p.
 
     Example:
         One rank in four sends. The one on its host and the other host's get 100 bytes each.
@@ -136,7 +136,7 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
     by_host = np.add.reduceat(sent, firsts)
     local_bytes = 0.0
     if span.ranks_per_host > 1:
-        # The rank that sends least to the others on its host gets most from them.
+        # The rank that sends least to the others on its host receives most from them.
         received = (by_host - np.minimum.reduceat(sent, firsts)).max()
         local_bytes = max((span.ranks_per_host - 1) * sent.max(), received)
     elsewhere = span.num_ranks - span.ranks_per_host
@@ -148,7 +148,7 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
 
 
 def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
-    """Rank p sends ``to_each[p]`` bytes to the rank with its place on each other host."""
+    """Return the traffic if rank p sends ``to_each[p]`` bytes to its place on each other host."""
     if isinstance(to_each, float):
         others = span.num_ranks - span.fewest_on_host
         out = span.ranks_per_host * (span.num_hosts - 1)
@@ -160,17 +160,17 @@ def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
 
 
 def all_reduce(span: Span, num_bytes: float) -> Traffic:
-    """Reduce in a ring through the ranks in order: host links carry everything twice."""
+    """Return a ring all-reduce's traffic, in rank order: host links carry everything twice."""
     return _ring(span, 2 * (span.num_ranks - 1) / span.num_ranks * num_bytes)
 
 
 def reduce_scatter(span: Span, num_bytes: float) -> Traffic:
-    """Give every rank its part when all ranks' ``num_bytes`` are summed: half an all-reduce."""
+    """Return the traffic of a ring that sums all ranks' ``num_bytes``: half an all-reduce's."""
     return _ring(span, (span.num_ranks - 1) / span.num_ranks * num_bytes)
 
 
 def all_gather(span: Span, num_bytes: float) -> Traffic:
-    """Give every rank's ``num_bytes`` to every other one, by a ring."""
+    """Return the traffic of a ring that gives every rank's ``num_bytes`` to all others."""
     return _ring(span, (span.num_ranks - 1) * num_bytes)
 
 
@@ -187,7 +187,7 @@ def _first_ranks(span: Span) -> NDArray[np.int64]:
 
 
 class CalibrationPart(BaseModel):
-    """A part of a calibration, as strict as its file has to be."""
+    """A part of a calibration, as strict as its file must be."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -199,10 +199,10 @@ class CalibrationPart(BaseModel):
 
 
 class Coefficients(CalibrationPart):
-    """Seconds per unit of work, none below zero, all finite."""
+    """Seconds per unit of work, non-negative and finite."""
 
     base_s: Call
-    """Seconds for a call, whatever the work."""
+    """Seconds per call, whatever the work."""
 
     median_error: float = Field(default=0.0, ge=0)
     """The median deviation of the longer half of the measurements from these constants."""
@@ -212,7 +212,7 @@ class Coefficients(CalibrationPart):
 
 
 class CollectiveCost(Coefficients):
-    """A collective's price; bytes travel inside hosts and across them at the same time.
+    """A collective's cost; bytes travel inside and across hosts at the same time.
 
     Example:
         >>> from torchrec_2dsp.cost.collectives import CollectiveCost, Span, all_to_all
@@ -225,17 +225,17 @@ class CollectiveCost(Coefficients):
     """
 
     per_peer_s: Call
-    """Seconds for each other rank of the group."""
+    """Seconds per other rank in the group."""
 
     local_s_per_byte: Unit | None = None
-    """Seconds for each byte that a rank sends inside its host; ``None`` with one rank per host."""
+    """Seconds per byte that a rank sends inside its host; ``None`` with one rank per host."""
 
     link_s_per_byte: Unit | None = None
-    """Seconds for each byte that a host sends to others; ``None`` where there was one host."""
+    """Seconds per byte that a host sends to others; ``None`` if there was one host."""
 
     congestion: float = Field(default=0.0, ge=0, le=1)
     """The share by which a byte to another host takes longer with each doubling of a group's hosts
-    beyond two; more for all-to-alls, where flows collide, than for rings."""
+    beyond two; larger for all-to-alls, whose flows collide, than for rings."""
 
     def seconds(self, span: Span, traffic: Traffic) -> float:
         """Return the seconds that each group takes."""
@@ -263,19 +263,19 @@ class RowBytes(NamedTuple):
     """Bytes of distinct rows with their numbers; a row that several ranks have counts once."""
 
     of_rank: float
-    """The rows that one rank has."""
+    """One rank's rows."""
 
     of_host: float
-    """The rows that a host's ranks have together."""
+    """The rows of all of a host's ranks."""
 
     of_all: float
-    """The rows that all ranks have together."""
+    """The rows of all ranks."""
 
 
 def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
-    """Price the exchanges that give all ranks all rows' sums.
+    """Price the exchanges that give all ranks the sums of all rows.
 
-    They follow the routes of `replicas`: inside hosts first, and the shorter one between them.
+    They follow the routes of `replicas`: first inside hosts, then the shorter one between them.
     ``cost`` is the all-to-all's.
     """
     if not (span.crosses_hosts and span.ranks_per_host > 1):
@@ -291,7 +291,7 @@ def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
 
 
 def _shorter_route(cost: CollectiveCost, span: Span, of_rank: float, of_all: float) -> float:
-    """Price sending all rows to all; or rows to owners and sums to all, where that moves less."""
+    """Price sending all rows to all; or rows to owners and sums to all, if that moves less."""
     owned = of_rank / span.num_ranks, of_all / span.num_ranks
     if span.num_ranks == 2 or sum(owned) >= of_rank:
         return rows_seconds(cost, span, of_rank)

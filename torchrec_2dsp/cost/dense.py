@@ -1,4 +1,4 @@
-"""`DenseCostModel`: predict a dense part's step, layer by layer, in each way to run it. Pure."""
+"""`DenseCostModel`: predict a dense part's step, layer by layer, for each way to run it. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 
 _FLOAT_BYTES = 4
 _CALLS = 6
-"""Matrix products in a block's forward: keys, queries and values together, attention, its output,
-and two in the feed-forward part."""
+"""The number of matrix products in a block's forward: keys, queries and values together, attention,
+its output, and two in the feed-forward part."""
 _BACKWARD = 2
-"""Products in the backward of a product."""
+"""The number of products in a product's backward."""
 _KEPT_VECTORS = 8
-"""Vectors of a block's width that are kept of each item for the backward, beside those of the
-feed-forward part and of attention."""
+"""The number of vectors of a block's width kept per item for the backward, beside the feed-forward
+part's and attention's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +30,24 @@ class LayerWork:
     name: str
 
     forward_s: float
-    """Seconds of the forward for each sample."""
+    """Seconds of the forward per sample."""
 
     backward_s: float
-    """Seconds of the backward for each sample, with all but the optimizer."""
+    """Seconds of the backward per sample, with everything except the optimizer."""
 
     call_s: float = 0.0
-    """Seconds of a forward and a backward beyond those for their samples."""
+    """Seconds of a forward and a backward in addition to their samples'."""
 
     parameter_bytes: float = 0.0
 
     output_bytes: float = 0.0
-    """Bytes that come out, for each sample."""
+    """Output bytes per sample."""
 
     kept_bytes: float = 0.0
-    """Bytes that are kept for the backward, for each sample."""
+    """Bytes kept for the backward, per sample."""
 
     sums: int = 0
-    """Sums of its output over the ranks that compute it together, in a forward and again in a
+    """The output's sums over the ranks that compute the layer together, in a forward and again in a
     backward; 0 for a layer that can't be split."""
 
     def seconds(self, num_samples: float, *, tp: int = 1) -> float:
@@ -58,19 +58,19 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseLayers:
-    """The layers of a dense part in their order, and the bytes that go in at both ends."""
+    """A dense part's layers in order, and the input bytes at both ends."""
 
     layers: tuple[LayerWork, ...]
-    """The layers; the loss belongs to the last."""
+    """The layers; the loss belongs to the last one."""
 
     input_bytes: float
-    """Bytes that the first layer is given, for each sample."""
+    """The first layer's input bytes per sample."""
 
     target_bytes: float
-    """Bytes that the loss is given besides, for each sample."""
+    """The loss's additional input bytes per sample."""
 
     state_per_weight: float = 2.0
-    """Numbers of optimizer state for each weight: 2 with Adam, 1 with AdaGrad, 0 with SGD."""
+    """The optimizer state's numbers per weight: 2 with Adam, 1 with AdaGrad, 0 with SGD."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -93,30 +93,30 @@ class DenseLayers:
 
 
 class Transformer(BaseModel):
-    """A pre-norm transformer over sequences of items that nobody has built or measured yet."""
+    """A pre-norm transformer over item sequences that hasn't been built or measured yet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     num_blocks: int = Field(ge=1)
-    """Blocks."""
+    """The number of blocks."""
 
     dim: int = Field(ge=1)
     """An item's width between blocks."""
 
     length: int = Field(ge=1)
-    """Items per sample."""
+    """The number of items per sample."""
 
     expansion: int = Field(default=4, ge=1)
-    """The factor by which the feed-forward part is wider inside."""
+    """The feed-forward part's inner width divided by its outer one."""
 
     num_targets: int = Field(default=1, ge=0)
-    """Vectors that the loss is given for each item: the next one, and those that aren't."""
+    """The loss's vectors per item: the next item, and the negatives."""
 
     def layers(self, kernels: Kernels, *, state_per_weight: float = 2.0) -> DenseLayers:
-        """Predict the blocks' work from the time of matrix products.
+        """Predict the blocks' work from the cost of matrix products.
 
         Raises:
-            CalibrationError: that wasn't measured.
+            CalibrationError: matrix products weren't measured.
         """
         if kernels.matmul is None:
             raise CalibrationError(
@@ -156,33 +156,33 @@ class DenseCost(NamedParts):
     unit: ClassVar[str] = "s"
 
     compute_s: float = 0.0
-    """Forward and backward of the mean rank."""
+    """The mean rank's forward and backward."""
 
     waiting_s: float = 0.0
-    """The time in which a pipeline's mean rank has nothing to do: its start and its end, and
+    """The time in which a pipeline's mean rank is idle: at its start and end, and in
     stages that are faster than the slowest."""
 
     gather_s: float = 0.0
-    """Parameters that come together before their layers run."""
+    """Gathering parameters before their layers run."""
 
     gradients_s: float = 0.0
-    """Gradients that are added up over ranks."""
+    """Summing gradients over ranks."""
 
     activations_s: float = 0.0
-    """Activations that ranks which compute layers together exchange."""
+    """The exchange of activations between ranks that compute layers together."""
 
     hand_off_s: float = 0.0
-    """Inputs, targets and activations on their way from stage to stage, and their gradients."""
+    """Sending inputs, targets and activations from stage to stage, and their gradients."""
 
     update_s: float = 0.0
     """The optimizer's pass over the weights that a rank keeps."""
 
     hidden_s: float = 0.0
-    """The time that is hidden behind computing; not above zero."""
+    """The time hidden behind compute, as a number that isn't above zero."""
 
     @property
     def total_s(self) -> float:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(seconds for _, seconds in self.parts())
 
     @property
@@ -193,7 +193,7 @@ class DenseCost(NamedParts):
 
 @dataclass(frozen=True)
 class DenseCostModel:
-    """Predicts the dense part of a step from layers that were measured."""
+    """Predicts a step's dense part from measured layers."""
 
     calibration: Calibration
 
@@ -201,7 +201,7 @@ class DenseCostModel:
     """The number of ranks on a host."""
 
     def step_cost(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
-        """Predict the step if ranks run these layers by a plan, with so many samples each."""
+        """Predict the step if ranks run the layers by a plan, with ``batch_size`` samples each."""
         if plan.kind is DenseKind.DDP:
             return self._ddp(work, plan, batch_size)
         if plan.kind is DenseKind.FULLY_SHARDED:
@@ -217,9 +217,9 @@ class DenseCostModel:
         mesh = plan.mesh
         if plan.kind is DenseKind.PIPELINED:
             samples = mesh.pipeline_size * batch_size / plan.num_micro_batches
-            # Shares are joined by whole weights and gradients while a batch is in the schedule.
+            # Shards are joined by whole weights and gradients while a batch is in the schedule.
             per_held = per_weight / mesh.dp + 2 if plan.fully_shard else per_weight
-            # The last stage has one micro-batch in flight, the first as many as stages.
+            # The last stage has one micro-batch in flight, the first as many as there are stages.
             return max(
                 per_held * _held_bytes(layers, mesh.tp)
                 + min(plan.num_micro_batches, mesh.pp - stage)
@@ -279,7 +279,7 @@ class DenseCostModel:
             ]
         )
         copies = self._span([range(place, world, size) for place in range(size)])
-        # A message for each layer: parameters come together twice, gradients are scattered.
+        # A message per layer: parameters are gathered twice, gradients are scattered.
         collectives = self.calibration.collectives
         share = held_bytes / len(layers)
         gathered = all_gather(shares, share / shares.num_ranks)
@@ -304,7 +304,7 @@ class DenseCostModel:
         slots = [compute + sums for compute, sums in zip(by_stage, summed, strict=True)]
         activations_s = num_parts * sum(summed) / mesh.pp
         through_s = sum(slots) + (num_parts - 1) * max(slots)
-        # The widest place between two stages says how long a hand-off takes.
+        # The widest cut between two stages determines a hand-off's time.
         widest = max(layers[-1].output_bytes for layers in stages[:-1])
         line = self._span(mesh.pipelines())
         once_s = 2 * self._handed_s(line, samples * widest)
@@ -357,9 +357,9 @@ class DenseCostModel:
         )
 
     def _handed_s(self, line: Span, num_bytes: float, *, num_messages: int = 1) -> float:
-        """Price bytes that go from rank to rank in a pipeline."""
+        """Price sending bytes from rank to rank in a pipeline."""
         cost = self.calibration.collectives.all_to_all
-        # As many stages send over a link at once as pipelines cross it.
+        # Each pipeline that crosses a link sends over it at the same time.
         moved = Traffic(
             local_bytes=0.0 if line.crosses_hosts else num_bytes,
             link_bytes=line.groups_per_host * num_bytes if line.crosses_hosts else 0.0,
@@ -378,5 +378,5 @@ def _held_bytes(layers: Sequence[LayerWork], tp: int) -> float:
 
 
 def _kept_bytes(layers: Sequence[LayerWork], tp: int) -> float:
-    """Return the bytes that are kept for a sample's backward."""
+    """Return the bytes kept for a sample's backward."""
     return sum(layer.kept_bytes / (tp if layer.sums else 1) for layer in layers)

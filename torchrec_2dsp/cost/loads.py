@@ -1,4 +1,4 @@
-"""`Loads`: the work and the messages of each rank in a sharding group; `Placed`: a table on ranks.
+"""`Loads`: each rank's work and messages in a sharding group; `Placed`: a table on its ranks.
 
 Pure.
 """
@@ -25,17 +25,17 @@ from torchrec_2dsp.plan.parameter_sharding import (
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.float64]
-"""A number for each rank of a sharding group, in the order of its ranks."""
+"""A number for each of a sharding group's ranks, in rank order."""
 
 _WHOLE_ID_BYTES = 8
 LENGTH_BYTES = 4
 KEY_BYTES = 4
-"""Bytes of a row's number, where rows travel, unless a model has more than 2**31 of them."""
+"""The bytes of a row's number on the wire, unless a model has more than 2**31 rows."""
 FLOAT_BYTES = 4
 
 
 class Load:
-    """A row of `Loads.values`, by its name."""
+    """A row of `Loads.values`, accessed by name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         names = [name for name, member in vars(owner).items() if isinstance(member, Load)]
@@ -56,131 +56,131 @@ class Load:
 class Loads:
     """A plan's work and messages, summed over its tables.
 
-    Messages count the bytes that one rank has for each of the others: ``..._from`` are sent by it
-    to all, ``..._to`` are sent by all to it. Rows that are brought together count the bytes that
+    Messages count a rank's bytes for each of the others: a rank sends ``..._from`` to
+    all, and all send ``..._to`` to it. Merged rows count the bytes that
     one rank has, a host's ranks have, and all have.
     """
 
     num_ranks: int
 
     lookup_ids = Load()
-    """Rows read from tables for bags, and updated, counted for each id."""
+    """Rows read from tables for bags and updated, counted per id."""
     lookup_bytes = Load()
-    """Bytes of these rows, counted for each id."""
+    """Bytes of these rows, counted per id."""
     lookup_row_bytes = Load()
-    """Bytes of these rows, each counted once."""
+    """Bytes of these rows, each row counted once."""
     lookup_vector_bytes = Load()
-    """Bytes of the vectors that bags make from these rows."""
+    """Bytes of the bag vectors from these rows."""
     owned_ids = Load()
-    """Rows that are looked up and updated for others, by row exchange."""
+    """Rows looked up and updated for other ranks, by row exchange."""
     owned_bytes = Load()
-    """Bytes of the rows that are looked up and updated for others."""
+    """Bytes of the rows looked up and updated for other ranks."""
     bus_rows = Load()
-    """Rows that a GPU reads from its host's memory, to look them up and to update them."""
+    """Rows that a GPU reads from host memory, to look them up and to update them."""
     bus_bytes = Load()
-    """Bytes of these rows, and of their optimizer state."""
+    """Bytes of these rows and of their optimizer state."""
     found_ids = Load()
-    """Ids among which the distinct ones are found."""
+    """Ids among which the distinct ones are searched."""
     moved_rows = Load()
-    """Rows that are copied to where they are wanted."""
+    """Rows copied to their places."""
     moved_bytes = Load()
-    """Bytes of the rows that are copied."""
+    """Bytes of the copied rows."""
     encoding_s = Load()
     """Seconds of encoding and decoding, forward and backward."""
     added_rows = Load()
-    """Rows that are added up."""
+    """Rows that are summed."""
     added_bytes = Load()
-    """Bytes of the rows that are added up."""
+    """Bytes of the summed rows."""
     given_bytes = Load()
-    """Bytes of the vectors that the model gets."""
+    """Bytes of the vectors that the model receives."""
     dense_bytes = Load()
     """Bytes of tables that are updated as a whole."""
     all_reduced_bytes = Load()
-    """Bytes of the gradients of such tables, which are added up over the world."""
+    """Bytes of these tables' gradients, which are all-reduced over the world."""
     ids_to = Load()
-    """Ids and lengths of bags."""
+    """Ids and bag lengths."""
     whole_ids_to = Load()
-    """The same in memory, where ids have eight bytes."""
+    """Ids and bag lengths in memory, where ids have eight bytes."""
     pooled_from = Load()
     """Looked-up vectors."""
     pooled_to = Load()
     """Gradients of looked-up vectors."""
     rows_from = Load()
-    """Distinct rows, or vectors of bags that aren't empty: what `Exchange` adds to TorchRec's."""
+    """Distinct rows, or vectors of non-empty bags, in exchanges that TorchRec doesn't have."""
     rows_to = Load()
-    """Gradients of such rows and vectors."""
+    """Gradients of these rows and vectors."""
     early_from = Load()
-    """The part of all rows that may travel while the step before computes."""
+    """The part of all rows that may travel while the previous step computes."""
     lagging_to = Load()
-    """The part of all gradients of rows that may travel while the next step computes."""
+    """The part of all row gradients that may travel while the next step computes."""
     beside_ids = Load()
-    """Ids that an owner looks for in the batches beside, to know which rows may travel early."""
+    """Ids that an owner looks for in adjacent batches, to know which rows may travel early."""
     early_bytes = Load()
-    """Bytes of rows that come in a half of their own, and are put together once more."""
+    """Bytes of rows that travel in a separate half, and must be joined once more."""
     lagging_bytes = Load()
-    """Bytes of gradients that leave in a half of their own."""
+    """Bytes of gradients that leave in a separate half."""
     scattered = Load()
-    """What a rank brings to a reduce-scatter over the group."""
+    """A rank's input to a reduce-scatter over the group."""
     gathered = Load()
-    """What a rank brings to the all-gather over the group, in the backward."""
+    """A rank's input to the all-gather over the group, in the backward."""
     host_scattered = Load()
-    """What a rank brings to a reduce-scatter inside its host."""
+    """A rank's input to a reduce-scatter inside its host."""
     host_gathered = Load()
-    """What a rank brings to the all-gather inside its host, in the backward."""
+    """A rank's input to the all-gather inside its host, in the backward."""
     host_rows_from = Load()
-    """Distinct rows that a rank hands on to each rank of its host."""
+    """Distinct rows that a rank hands on to each rank on its host."""
     host_rows_to = Load()
-    """Gradients of the rows that are handed on."""
+    """Gradients of the rows handed on."""
     across_from = Load()
-    """What a rank sends to each rank with its place on another host."""
+    """A rank's message to each rank with its place on another host."""
     across_to = Load()
-    """Gradients that a rank sends back to them."""
+    """Gradients that a rank sends back to these ranks."""
     hot_ids = Load()
     """Lookups of hot rows."""
     hot_id_bytes = Load()
-    """Bytes of looked-up hot rows, counted for each id."""
+    """Bytes of looked-up hot rows, counted per id."""
     hot_rows = Load()
-    """Hot rows that the world touches."""
+    """Hot rows touched by the world."""
     hot_bytes_of_rank = Load()
-    """Gradients of the hot rows that a rank touches, with their numbers."""
+    """Gradients of the hot rows touched by a rank, with row numbers."""
     hot_bytes_of_host = Load()
-    """Gradients of the hot rows that a host's ranks touch, with their numbers."""
+    """Gradients of the hot rows touched by a host's ranks, with row numbers."""
     hot_bytes_of_all = Load()
-    """Gradients of the hot rows that the world touches, with their numbers."""
+    """Gradients of the hot rows touched by the world, with row numbers."""
     peer_rows = Load()
-    """Rows that any replica peer touches, and all apply."""
+    """Rows touched by any replica peer, which all peers update."""
     peer_row_bytes = Load()
-    """Bytes of their gradients, as they are applied."""
+    """Bytes of these rows' gradients when applied."""
     peer_bytes_of_rank = Load()
-    """Gradients of the rows that a peer touches, as they travel, with row numbers."""
+    """Gradients of the rows touched by a peer, on the wire, with row numbers."""
     peer_bytes_of_host = Load()
-    """Gradients of the rows that a host's peers touch, as they travel."""
+    """Gradients of the rows touched by a host's peers, on the wire."""
     peer_bytes_of_all = Load()
-    """Gradients of the rows that all peers touch, as they travel."""
+    """Gradients of the rows touched by all peers, on the wire."""
     averaged_rows = Load()
-    """Rows that a rank has touched from one average of weights to the next."""
+    """Rows that a rank has touched between two averages of weights."""
     averaged_bytes = Load()
-    """Bytes of these rows, with their numbers."""
+    """Bytes of these rows, with row numbers."""
     averaged_whole_bytes = Load()
     """Bytes of the whole shards with these rows."""
     moment_rows = Load()
-    """Rows whose moments are averaged, where that is done at other steps than weights."""
+    """Rows whose moments are averaged, if at other steps than weights."""
     moment_bytes = Load()
-    """Bytes of these rows' moments, with their numbers."""
+    """Bytes of these rows' moments, with row numbers."""
     moment_whole_bytes = Load()
     """Bytes of all moments in the shards with these rows."""
 
     types: set[str] = field(default_factory=set)
-    """The message types, each of which is exchanged separately."""
+    """The message types, each exchanged separately."""
 
     codecs: Mapping[Transport, KernelCost] = field(default_factory=dict)
-    """The time of encoding and decoding rows; without any, it isn't counted."""
+    """The costs of encoding and decoding rows; not counted if empty."""
 
     prefetches_rows: bool = False
-    """True if rows of other batches may travel beside computing."""
+    """True if other batches' rows may travel beside computing."""
 
     is_even: bool = False
-    """Whether all ranks are known to have the same to do."""
+    """True if all ranks are known to have equal loads."""
 
     def __post_init__(self) -> None:
         self.values: NDArray[np.float64] = np.zeros((len(LOADS), self.num_ranks))
@@ -188,9 +188,9 @@ class Loads:
 
     @classmethod
     def even(cls, of_rank: Ranks, types: set[str]) -> "Loads":
-        """Give every rank the same: each load is a number, and not an array."""
+        """Give every rank the same loads, which are then numbers instead of arrays."""
         loads = cls(1, types=types, is_even=True)
-        # Python's own numbers are ten times as fast as arrays of few.
+        # Python's own numbers are ten times as fast as small arrays.
         loads.values = cast(Any, of_rank.tolist())
         return loads
 
@@ -201,7 +201,7 @@ class Loads:
         return self.even(self.values.mean(axis=1), self.types)
 
     def drop_updates(self) -> None:
-        """Forget gradients, updates and syncs, and rows that would travel before a step."""
+        """Drop gradients, updates and syncs, and rows that would travel before a step."""
         for name in _OF_UPDATES:
             setattr(self, name, 0.0)
         self.encoding_s = self.encoding_s / 2
@@ -214,7 +214,7 @@ class Loads:
         distinct: float | Ranks,
         vector_bytes: float | Ranks,
     ) -> None:
-        """Add rows that are read for bags, and updated: for each id, and distinct ones once."""
+        """Add rows read for bags and updated: per id, and distinct ones once."""
         self.lookup_ids += ids
         self.lookup_bytes += ids * row_bytes
         self.lookup_row_bytes += distinct * row_bytes
@@ -223,12 +223,12 @@ class Loads:
     def send_ids(
         self, ids: float | Ranks, id_bytes: float | Ranks, lengths: float | Ranks = 0.0
     ) -> None:
-        """Add ids, and lengths of bags, that a rank sends to each other one."""
+        """Add ids and bag lengths that a rank sends to each other rank."""
         self.ids_to += lengths * LENGTH_BYTES + ids * id_bytes
         self.whole_ids_to += lengths * LENGTH_BYTES + ids * _WHOLE_ID_BYTES
 
     def move_and_add(self, rows: float | Ranks, num_bytes: float | Ranks) -> None:
-        """Add rows that are copied to where they are wanted, and whose gradients are summed."""
+        """Add rows that are copied to their places, and whose gradients are summed."""
         self.moved_rows += rows
         self.moved_bytes += num_bytes
         self.added_rows += rows
@@ -246,11 +246,11 @@ _OF_UPDATES = (
     *(name for name in LOADS if name.startswith(("hot_rows", "hot_bytes", "peer_", "averaged_"))),
     *(name for name in LOADS if name.startswith("moment_")),
 )
-"""The loads that a step without a backward doesn't have; half of `Loads.encoding_s` besides."""
+"""The loads that a step without a backward lacks; it also has half of `Loads.encoding_s`."""
 
 
 def load_weights(**per_unit: float) -> Ranks:
-    """Return a number for each of `LOADS`, zero for those that aren't named."""
+    """Return a number for each of `LOADS`, zero for those not named."""
     return np.array([float(per_unit.get(name, 0.0)) for name in LOADS])
 
 
@@ -265,7 +265,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, shards: Sequence[tuple[int, int, int]]) -> "Shards":
-        """Make shards from tuples: rank, rows, columns."""
+        """Build shards from tuples: rank, rows, columns."""
         ranks, rows, columns = np.array(shards, dtype=np.float64).reshape(-1, 3).T
         return cls(ranks.astype(np.int64), rows, columns)
 
@@ -284,7 +284,7 @@ class Placed:
     work: TableWork
 
     kind: ShardingType
-    """TorchRec's type inside the group."""
+    """TorchRec's sharding type inside the group."""
 
     shards: Shards
     """The table's parts; none for a data-parallel table."""
@@ -293,20 +293,20 @@ class Placed:
     owners: RowOwners = RowOwners.BLOCK
 
     num_hot: int = 0
-    """The hottest rows, which every rank holds besides."""
+    """The number of hottest rows, which every rank also holds."""
 
     transport: Transport = Transport.FP32
-    """The wire format of rows and vectors; the workload's where it is fp32."""
+    """The wire format of rows and vectors; the workload's if it is fp32."""
 
     in_host_memory: bool = False
-    """True if a GPU's kernels read and update its rows in the host's memory."""
+    """True if a GPU's kernels read and update its rows in host memory."""
 
     is_stock: bool = False
-    """True for one of TorchRec's own shardings, whose ids travel in eight bytes."""
+    """True for TorchRec's own shardings, whose ids travel in eight bytes."""
 
     @classmethod
     def of(cls, work: TableWork, sharding: ParameterSharding2D, device: str = "cpu") -> "Placed":
-        """Return a table as a plan has it; on CPUs there is one memory."""
+        """Return a table as placed by a plan; CPUs have only one memory."""
         spec = getattr(sharding.sharding_spec, "shards", None) or ()
         return cls(
             work=work,
@@ -328,11 +328,11 @@ class Placed:
 
     @property
     def id_bytes(self) -> float:
-        """The bytes of an id on the wire, if the exchange has no larger table."""
+        """An id's bytes on the wire, if the exchange has no larger table."""
         return _WHOLE_ID_BYTES if self.is_stock else num_id_bytes(self.work.num_rows)
 
     def forward_bytes(self, workload: Workload) -> float:
-        """Return the bytes per number in the forward, its share of a scale included."""
+        """Return the bytes per number in the forward, including its share of a scale."""
         return self._bytes_per_number(workload.forward_wire_bytes)
 
     def backward_bytes(self, workload: Workload) -> float:
@@ -350,13 +350,13 @@ class Placed:
         return float(self.work.dim * self.work.element_bytes)
 
     def owner_shares(self, num_ranks: int) -> Ranks:
-        """Return the share that each row owner has in the lookups."""
+        """Return each row owner's share of the lookups."""
         if self.owners is RowOwners.HASH:
             return np.full(num_ranks, 1 / num_ranks)
         return self.work.share_by_block(num_ranks, num_hot=self.num_hot)
 
     def distinct_by_owner(self, num_lookups: float, num_ranks: int) -> Ranks:
-        """Return the distinct cold rows that so many lookups touch at each owner."""
+        """Return the distinct cold rows that ``num_lookups`` lookups touch at each owner."""
         if self.owners is RowOwners.HASH:
             distinct = self.work.expected_distinct(num_lookups, num_hot=self.num_hot)
             return distinct / num_ranks * np.ones(num_ranks)
@@ -364,13 +364,13 @@ class Placed:
 
 
 def has_single_row(num_rows: int, num_parts: int) -> bool:
-    """Return whether some of these parts, but not all, would have one row."""
+    """Return whether some of these parts, but not all, would have only one row."""
     block = -(-num_rows // num_parts)
     return num_rows % block == 1 if block > 1 else num_rows < num_parts
 
 
 def blocks_of_rows(num_rows: int, num_parts: int) -> Floats:
-    """Deal rows as TorchRec does: as many as fit to each part, the rest to the last."""
+    """Deal rows as TorchRec does: equally many to each part as long as they last."""
     size = -(-num_rows // num_parts)
     remaining = num_rows - np.arange(num_parts, dtype=np.float64) * size
     return np.minimum(np.maximum(remaining, 0.0), size)

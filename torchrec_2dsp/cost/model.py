@@ -40,19 +40,19 @@ _GRADIENT_COPIES = 2
 """Copies of a data-parallel table's dense gradient: itself, and the rows that a batch touches."""
 
 _VECTOR_COPIES = 5
-"""Copies of the vectors that the model gets, and of their gradients: as they came, in the model's
-order, put together."""
+"""Copies of the vectors that the model receives, and of their gradients: as they arrived, in the
+model's order, and joined."""
 
 _LOOKED_UP_ID_BYTES = 48
-"""Bytes for an id in FBGEMM's kernels, which sort ids and note where each came from."""
+"""An id's bytes in FBGEMM's kernels, which sort ids and note where each came from."""
 
 _KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients", "host_memory")
-"""The parts of `MemoryCost` that are there between steps as well."""
+"""The parts of `MemoryCost` that also exist between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost(NamedParts):
-    """Bytes that tables take on a rank, beside the dense part of the model."""
+    """The bytes that tables take on a rank, in addition to the dense part."""
 
     unit: ClassVar[str] = "bytes"
 
@@ -69,20 +69,20 @@ class MemoryCost(NamedParts):
     """Gradients of data-parallel tables."""
 
     batches_bytes: float = 0.0
-    """Ids, in all batches that a pipeline has at a time."""
+    """Ids in all batches that a pipeline holds at a time."""
 
     vectors_bytes: float = 0.0
-    """Rows and pooled vectors on their way, and their gradients."""
+    """Rows and pooled vectors in flight, and their gradients."""
 
     copies_bytes: float = 0.0
-    """Buffers that keep copies of rows equal: merged gradients, or rows as they were before."""
+    """Buffers for keeping copies of rows equal: merged gradients, or rows' earlier values."""
 
     host_memory_bytes: float = 0.0
-    """Weights and optimizer state that a GPU has in its host's memory."""
+    """A GPU's weights and optimizer state in host memory."""
 
     @property
     def total_bytes(self) -> float:
-        """All parts in the memory of the device together."""
+        """The sum of all parts in device memory."""
         return sum(size for _, size in self.parts()) - self.host_memory_bytes
 
 
@@ -140,7 +140,7 @@ class CostModel:
 
 
 def _placed(plan: Plan2D, workload: Workload, device: str) -> tuple[list[Placed], list[Placed]]:
-    """Return tables with a copy in each group, and those with one in the world."""
+    """Return tables with a copy in each group, and those with one copy in the world."""
     in_groups: list[Placed] = []
     in_world: list[Placed] = []
     for _, module in plan.modules():
@@ -153,7 +153,7 @@ def _placed(plan: Plan2D, workload: Workload, device: str) -> tuple[list[Placed]
 
 @dataclass(frozen=True)
 class CostSetting:
-    """All that a step's cost depends on, beside the tables and where they are."""
+    """Everything that a step's cost depends on, except the tables and their placement."""
 
     calibration: Calibration
     workload: Workload
@@ -161,13 +161,13 @@ class CostSetting:
     sync: SyncConfig
     local_world_size: int
     pipeline: Pipeline = Pipeline.SPARSE_DIST
-    """Decides what travels while a step computes."""
+    """The train pipeline, which decides what travels while a step computes."""
 
     full_duplex: bool = False
     """True if the sharding groups' all-to-alls are this package's (gloo only)."""
 
     beside: StepCost | None = None
-    """The cost of tables that another mesh repeats, and of nothing but those."""
+    """The cost of only those tables that another mesh repeats."""
 
     def __str__(self) -> str:
         duplex = ", full duplex" if self.full_duplex else ""
@@ -175,7 +175,7 @@ class CostSetting:
 
     @property
     def prefetches_rows(self) -> bool:
-        """True if rows travel early; where replicas change rows, too, none do."""
+        """True if rows travel early; if replicas change rows, too, none do."""
         return self.pipeline is Pipeline.ROW_PREFETCH and self.mesh.num_groups == 1
 
     @property
@@ -184,8 +184,8 @@ class CostSetting:
         return self.mesh, self.pipeline, self.full_duplex
 
     def of_world(self) -> "CostSetting":
-        """Return the setting for tables with one copy in the world, and nothing else."""
-        # Nor do they hide anything: that their rows may travel beside computing isn't counted.
+        """Return the setting for only the tables with one copy in the world."""
+        # Nor do they hide anything: the overlap of their rows with computing isn't counted.
         is_base = self.pipeline is Pipeline.BASE
         return replace(
             self,
@@ -228,8 +228,8 @@ class CostSetting:
         """The other parts in `MemoryCost`, as a rank's bytes per unit in each of `LOADS`.
 
         Sent and received tensors exist at the same time, and a pipeline has the ids of two batches;
-        one that prefetches rows has those of three, and rows of two. The copies that TorchRec and
-        autograd make are measured: `python -m tests.support.memory` compares.
+        one that prefetches rows has ids of three, and rows of two. Copies made by TorchRec and
+        autograd are measured: `python -m tests.support.memory` compares.
         """
         batches = list(Pipeline).index(self.pipeline) + 1
         num_ranks = self.group.num_ranks
@@ -249,7 +249,7 @@ class CostSetting:
                 added_bytes=1,
                 scattered=1,
                 gathered=num_ranks,
-                # TorchRec puts them in another order, both ways, before and after it adds them up.
+                # TorchRec reorders them, both ways, before and after it adds them.
                 host_scattered=5,
                 across_from=2,
                 across_to=2,
@@ -260,9 +260,9 @@ class CostSetting:
         }
 
     def loads(self, tables: Iterable[Placed], *, by_rank: bool = True) -> Loads:
-        """Sum the work and the messages that tables give to a group's ranks.
+        """Sum the work and the messages of tables over a group's ranks.
 
-        Unless they are wanted ``by_rank``, loads that are equal on all ranks stay numbers.
+        Unless ``by_rank``, loads that are equal on all ranks stay numbers.
         """
         loads = Loads(
             self.group.num_ranks, codecs=self._codecs, prefetches_rows=self.prefetches_rows
@@ -280,7 +280,7 @@ class CostSetting:
         return loads
 
     def mean_loads(self, table: Placed) -> Ranks:
-        """Return a table's loads on the mean rank; for `AlikeWork`, a row of them for each."""
+        """Return a table's loads on the mean rank; for `AlikeWork`, a row per table."""
         loads = self.loads([table], by_rank=False).values
         means = [np.mean(load, axis=-1) if np.ndim(load) else load for load in loads]
         return np.stack(np.broadcast_arrays(*means), axis=-1)
@@ -300,7 +300,7 @@ class CostSetting:
         )
 
     def step_cost(self, loads: Loads) -> StepCost:
-        """Predict the step for ranks with these loads, with the cost of tables beside them."""
+        """Predict the step for ranks with these loads, including the cost of tables beside them."""
         visible = self.visible_cost(loads)
         if self.beside is not None:
             visible += self.beside
@@ -315,7 +315,7 @@ class CostSetting:
     def _hidden_s(self, cost: StepCost, loads: Loads) -> float:
         """Return the seconds of messages that travel behind compute.
 
-        Ids travel while the step before computes, if there is a pipeline, and so may rows. Dense
+        With a pipeline, ids travel while the previous step computes, and rows may, too. Dense
         gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
         nothing left to hide behind.
         """
@@ -329,7 +329,7 @@ class CostSetting:
         return beside_s + min(early_s, dense.backward_s)
 
     def visible_cost(self, loads: Loads) -> StepCost:
-        """Predict the step if nothing hides behind anything else."""
+        """Predict the step if nothing overlaps."""
         mean = self._phases.of(loads.evened())
         slowest = mean if loads.is_even else self._phases.of(loads)
         exchanged_s, applied_s = self._phases.sync_s(loads, self.peers, self.sync)
@@ -373,7 +373,7 @@ class CostSetting:
 def kept_bytes(table: Placed, num_ranks: int) -> Ranks:
     """Return the bytes of a table's weights, optimizer state and hot copies on each rank.
 
-    First those on its device, then those in the memory of a GPU's host.
+    First the bytes on its device, then those in a GPU's host memory.
     """
     parts = _kept(table, num_ranks)
     return np.stack([parts[:-1].sum(axis=0), parts[-1]])
@@ -402,6 +402,6 @@ def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
 
 
 def _state_bytes(table: Placed, columns: float | Ranks) -> float | Ranks:
-    """Return a shard row's optimizer state; a moment for a whole row is there for each part."""
+    """Return a shard row's optimizer state; each part of a row has its own row-wise moment."""
     state = table.work.state_bytes_per_row
     return state if state <= FLOAT_BYTES else state * columns / table.work.dim

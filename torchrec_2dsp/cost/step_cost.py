@@ -35,11 +35,11 @@ from torchrec_2dsp.plan.sync import (
 )
 
 _RAW_ID_BYTES = 8
-"""The bytes of an id before it is mapped, if ids are hashed; small ones travel in fewer."""
+"""An unmapped id's bytes, if ids are hashed; small ids travel in fewer."""
 
 _DOUBT = 0.07
-"""Each further message type must shorten the step by this share of its table time. Messages of
-several types in a row take longer than predicted, and a few percent can't be told from nothing."""
+"""Each further message type must shorten the step by this share of its table time. Successive
+messages of several types take longer than predicted, and a few percent are within the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class NamedParts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost(NamedParts):
-    """A step's seconds on the mean rank; `imbalance_s` is what the slowest one adds.
+    """A step's seconds on the mean rank; `imbalance_s` is what the slowest rank adds.
 
     Example:
         >>> from torchrec_2dsp.cost.step_cost import StepCost
@@ -75,26 +75,26 @@ class StepCost(NamedParts):
     unit: ClassVar[str] = "s"
 
     input_exchange_s: float = 0.0
-    """Ids on their way to the ranks that look them up."""
+    """Sending ids to the ranks that look them up."""
 
     lookup_s: float = 0.0
     """Reading rows from tables."""
 
     host_memory_s: float = 0.0
-    """Reading rows from the host's memory into a GPU's, to look them up and to update them."""
+    """Reading rows from host memory into a GPU's, to look them up and to update them."""
 
     rows_s: float = 0.0
-    """The local work of row exchange: finding distinct ids, putting rows where they are wanted,
-    adding up their gradients."""
+    """Row exchange's local work: finding distinct ids, putting rows into place, summing
+    their gradients."""
 
     forward_exchange_s: float = 0.0
-    """Rows, or sums of rows, on their way to the samples."""
+    """Sending rows, or sums of rows, to the samples."""
 
     dense_s: float = 0.0
     """The rest of the model, forward and backward."""
 
     backward_exchange_s: float = 0.0
-    """Gradients of rows, or of sums of rows, on their way back."""
+    """Sending gradients of rows, or of sums of rows, back."""
 
     dense_exchange_s: float = 0.0
     """The all-reduce of dense gradients, and of data-parallel tables."""
@@ -109,20 +109,20 @@ class StepCost(NamedParts):
     """Sending all ranks' ids to all id maps, and mapping them."""
 
     sync_s: float = 0.0
-    """Keeping replica peers equal, in the mean of all steps."""
+    """Keeping replica peers equal, averaged over all steps."""
 
     imbalance_s: float = 0.0
-    """The time of each phase's slowest rank beyond the mean one."""
+    """The time of each phase's slowest rank beyond the mean rank's."""
 
     stragglers_s: float = 0.0
-    """Waiting for the slowest of all ranks, which has no more to do than others."""
+    """Waiting for the slowest of all ranks, which has no more to do than the others."""
 
     hidden_s: float = 0.0
-    """The time that is hidden behind other parts; not above zero."""
+    """The time hidden behind other parts, as a number that isn't above zero."""
 
     @property
     def total_s(self) -> float:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(vars(self).values())
 
     @property
@@ -133,13 +133,13 @@ class StepCost(NamedParts):
 
     @property
     def tables_s(self) -> float:
-        """The part that tables have in the total: all beyond the dense part."""
+        """The tables' part of the total: everything but the dense part."""
         return self.total_s - self.dense_s
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Prices each part that a step has, on the slowest rank."""
+    """Prices each part of a step, on the slowest rank."""
 
     calibration: Calibration
     workload: Workload
@@ -164,7 +164,7 @@ class Phases:
         }
 
     def beside_s(self, loads: Loads) -> float:
-        """Return the part of the output exchange that may travel beside computing."""
+        """Return the part of the output exchange that may overlap with computing."""
         seconds = 0.0
         for beside, rows, across in (
             (loads.early_from, loads.rows_from, loads.across_from),
@@ -246,10 +246,10 @@ class Phases:
         return sum(seconds, 0.0)
 
     def id_maps_s(self) -> float:
-        """Price what id maps do before ids travel, which nothing hides: two messages and a search.
+        """Price id maps' work before ids travel, which nothing hides: two messages and a search.
 
         On one processor TorchRec's maps took 0.09 to 0.13 us for each of the world's ids, and 0.05
-        to 0.07 us for each row that was sorted; finding distinct ids took 0.05 us for each.
+        to 0.07 us for each sorted row; finding distinct ids took 0.05 us per id.
         """
         work = self.workload.id_maps
         num_ids = self.workload.batch_size * work.ids_per_sample
@@ -290,7 +290,7 @@ class Phases:
         )
 
     def sync_s(self, loads: Loads, peers: Span, sync: SyncConfig) -> tuple[float, float]:
-        """Price the peers' exchange and update, after a step in the mean."""
+        """Price the peers' exchange and update, averaged over steps."""
         if peers.num_ranks == 1:
             return 0.0, 0.0
         if isinstance(sync, GradientSync):
@@ -333,7 +333,7 @@ class Phases:
         return gathered_s / num_steps, applied_s / num_steps
 
     def _merged_s(self, rows: RowBytes, span: Span) -> float:
-        """Price a merge, with the announcement before it, and the turn that both take."""
+        """Price a merge, with the announcement before it, and the turn for both."""
         if not rows.of_all:
             return 0.0
         announced_s = self.calibration.collectives.all_gather.seconds(span, NOTHING_MOVED)
@@ -345,7 +345,7 @@ class Phases:
 
     @property
     def _rows_all_to_all(self) -> CollectiveCost:
-        """The price where rows of copies travel, in groups of their own: gloo's in full duplex."""
+        """The cost of sending copies' rows, in separate groups: gloo's are full duplex."""
         return self.calibration.all_to_all(full_duplex=True)
 
     @property
@@ -366,7 +366,7 @@ class Phases:
         return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
 
     def _apart_s(self, loads: Loads, beside: Ranks | float) -> float:
-        """Price the extra messages of each table type, and those that travel beside computing."""
+        """Price each table type's extra messages, and those that overlap with computing."""
         together = sum(
             _any(exchanged)
             for exchanged in (
@@ -377,7 +377,7 @@ class Phases:
                 loads.host_rows_from,
             )
         )
-        # Rows in two halves: one message more, and one that says which half a row belongs to.
+        # Rows in two halves: one more message, and one that tells each row's half.
         halves = 2 if _any(beside) else 0
         return (max(0, len(loads.types) - int(together)) + halves) * self._short_s
 
@@ -402,14 +402,14 @@ def _brought_s(
     span: Span,
     brought: Ranks | float,
 ) -> float:
-    """Price a collective to which the busiest rank brings most."""
+    """Price a collective by the input of the rank that has most."""
     return cost.seconds(span, moved(span, _most(brought))) if _any(brought) else 0.0
 
 
 def _kernels_s(
     loads: Loads, on_bags: BagCost, on_rows: KernelCost, dense: Ranks | float = 0.0
 ) -> float:
-    """Price the kernels that work on bags and on rows, and work on whole tables beside them."""
+    """Price the kernels for bags and for rows, and additional work on whole tables."""
     of_bags = on_bags.of_bags(
         loads.lookup_ids,
         loads.lookup_bytes,
@@ -430,7 +430,7 @@ def _num_kernels(loads: Loads) -> tuple[int, int]:
 def before_last_bucket(
     exchange_s: float, gradient_bytes: float, bucket_bytes: float = DDP_BUCKET_BYTES
 ) -> float:
-    """Return the seconds of a gradient exchange that DDP starts before the backward has ended."""
+    """Return the seconds of a gradient exchange that DDP starts before the backward ends."""
     num_buckets = max(1, math.ceil(gradient_bytes / bucket_bytes))
     return exchange_s * (1 - 1 / num_buckets)
 
@@ -447,7 +447,7 @@ def rated(cost: StepCost, types: Collection[str], in_world: Collection[str] = ()
     """Return the seconds by which the search compares steps: more for each further message type.
 
     The empty type stands for data-parallel tables, whose gradients are reduced. Tables with one
-    copy ``in_world`` send messages of their own.
+    copy ``in_world`` send their own messages.
     """
     num_types = len(types) + len(in_world)
     return cost.total_s + _DOUBT * max(0, num_types - 1) * cost.tables_s

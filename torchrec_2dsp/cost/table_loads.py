@@ -51,12 +51,12 @@ class _Batch:
     ids: float
     bags: float
     vectors: float
-    """Vectors that the model gets: one for each bag, or each id of a sequence."""
+    """Vectors that the model receives: one per bag, or per id of a sequence."""
     cold_share: float
     """The share of cold ids among all ids of the batch."""
 
     def bags_with(self, shares: Ranks) -> Ranks:
-        """Return the bags that have an id for each of some ranks, if all bags are equally long."""
+        """Return the number of bags with an id for each rank, if all bags are equally long."""
         if not self.bags or not self.cold_share:
             return np.zeros_like(shares)
         per_bag = self.ids / self.cold_share / self.bags
@@ -84,7 +84,7 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
     loads.types |= {message_type(table.kind, table.exchange, table.transport)} - {""}
     if table.in_host_memory:
         read, updated = _rows_bytes(loads)
-        # An update reads optimizer state as well; rows are written while others are read.
+        # An update also reads optimizer state; rows are written while others are read.
         num_passes = 0.0 if work.is_frozen else 1 + work.state_bytes_per_row / table.row_bytes
         num_bytes = read - reads + num_passes * (updated - updates)
         loads.bus_bytes += num_bytes
@@ -92,7 +92,7 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
 
 
 def _rows_bytes(loads: Loads) -> tuple[float | Ranks, float | Ranks]:
-    """Return the bytes of all rows that are looked up, and of those that are updated."""
+    """Return the bytes of all looked-up rows, and of all updated rows."""
     owned = loads.owned_bytes
     return loads.lookup_bytes + owned, loads.lookup_row_bytes + owned
 
@@ -100,7 +100,7 @@ def _rows_bytes(loads: Loads) -> tuple[float | Ranks, float | Ranks]:
 def _table_or_column_wise(
     loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
 ) -> None:
-    """Ranks with shards look up all ranks' ids, and send each rank its vectors."""
+    """Add loads for ranks with shards, which look up all ranks' ids and return their vectors."""
     num_shards, columns = _on_ranks(loads, table)
     _look_up_shards(loads, table, workload, batch)
     loads.send_ids(num_shards * batch.ids, table.id_bytes, lengths=num_shards * batch.bags)
@@ -108,13 +108,13 @@ def _table_or_column_wise(
     if table.exchange is Exchange.NONEMPTY:
         if not table.work.is_sequence:
             vectors = batch.bags_with(np.ones(1))
-        # Vectors of some bags become those of all bags, and the same for their gradients.
+        # Some bags' vectors become all bags' vectors, and the same for their gradients.
         loads.move_and_add(vectors, vectors * table.work.dim * FLOAT_BYTES)
     _exchange_vectors(loads, table, workload, vectors * columns)
 
 
 def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span) -> None:
-    """Each rank looks up the ids whose rows it has; sums of sums give the vectors."""
+    """Add loads for ranks that look up the ids of rows they have; sums of sums give the vectors."""
     num, dim = loads.num_ranks, table.work.dim
     shares = table.owner_shares(num)
     vectors = batch.ids * shares if table.work.is_sequence else batch.vectors
@@ -137,7 +137,7 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, sp
 
 
 def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span) -> None:
-    """Rows are dealt to a host's ranks, which sum inside it before they send across."""
+    """Add loads for rows dealt to a host's ranks, which sum inside it before they send across."""
     num_shards, columns = _on_ranks(loads, table)
     hosts = np.arange(loads.num_ranks) // span.ranks_per_host
     owners = np.maximum(1, np.bincount(hosts, num_shards > 0)[hosts])
@@ -155,7 +155,7 @@ def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, s
 def _data_parallel(
     loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
 ) -> None:
-    """Every rank has the table; the whole dense gradient is all-reduced."""
+    """Add loads for a table on every rank, whose whole dense gradient is all-reduced."""
     table_bytes = table.work.num_rows * table.row_bytes
     loads.look_up(
         batch.ids,
@@ -188,7 +188,7 @@ def _look_up_shards(
     lookups = _lookups(table, workload, num)
     distinct = table.work.expected_distinct(lookups, num_hot=table.num_hot)
     vectors = batch.vectors / owners if table.work.is_sequence else batch.vectors
-    # Bytes are for the columns of all shards on a rank, ids for each shard.
+    # Bytes are for all shards' columns on a rank, ids for each shard.
     width = columns / np.maximum(1, num_shards)
     loads.look_up(
         num * batch.ids / owners * num_shards,
@@ -201,7 +201,7 @@ def _look_up_shards(
 def _exchange_vectors(
     loads: Loads, table: Placed, workload: Workload, numbers: float | Ranks
 ) -> None:
-    """Add the numbers that a rank sends to each other one, and the gradients that come back."""
+    """Add the numbers that a rank sends to each other rank, and the gradients that come back."""
     sent = numbers * table.forward_bytes(workload)
     received = numbers * table.backward_bytes(workload)
     if table.exchange is Exchange.NONEMPTY:
@@ -213,7 +213,7 @@ def _exchange_vectors(
 
 
 def _encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> None:
-    """Add encoding and decoding the numbers that a rank gets, and their gradients."""
+    """Add encoding and decoding the numbers that a rank receives, and their gradients."""
     cost = loads.codecs.get(table.transport)
     if cost is not None:
         of_ranks = np.asarray(numbers, dtype=np.float64)
@@ -221,7 +221,7 @@ def _encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> N
 
 
 def _lookups(table: Placed, workload: Workload, num_ranks: int) -> float:
-    """Return the lookups in so many ranks' batches, hot rows included."""
+    """Return the lookups in ``num_ranks`` ranks' batches, hot rows included."""
     return num_ranks * workload.batch_size * table.work.ids_per_sample
 
 
@@ -235,9 +235,9 @@ def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
 def _row_exchange(
     loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
 ) -> None:
-    """Each distinct row in a batch comes from its owner, and its gradient goes back.
+    """Add loads for distinct rows that come from their owners, and gradients that go back.
 
-    With requests per host, a host's ranks have one batch together, and each of them collects for
+    With requests per host, a host's ranks share one batch, and each of them collects for
     one owner on every host.
     """
     lookups = workload.batch_size * table.work.ids_per_sample
@@ -274,7 +274,7 @@ def _row_exchange(
 def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: float) -> None:
     """Add the rows and gradients that may travel beside computing.
 
-    These are rows that neither the batch before nor the lagging gradients of the one before that
+    These are rows that neither the previous batch nor the lagging gradients of the one before it
     change, and gradients of rows that the next batch doesn't need.
     """
     if not loads.prefetches_rows:
@@ -282,7 +282,7 @@ def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: flo
     of_all = loads.num_ranks * workload.batch_size * table.work.ids_per_sample
 
     def not_in(num_batches: int) -> Ranks:
-        """Count the distinct rows that aren't in so many other batches of all ranks."""
+        """Count the distinct rows that aren't in ``num_batches`` other batches of all ranks."""
         others = num_batches * of_all
         with_others = table.distinct_by_owner(lookups + others, loads.num_ranks)
         return with_others - table.distinct_by_owner(others, loads.num_ranks)
@@ -314,8 +314,8 @@ def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -
 
     ids = lookups * work.hot_share(table.num_hot)
     bags = 0.0 if work.is_sequence else float(workload.batch_size * work.num_features)
-    # All ids are looked for in the hot set; vectors of hot and cold rows are added up; gradients of
-    # hot ids are taken out.
+    # All ids are searched in the hot set; hot and cold rows' vectors are added; hot ids' gradients
+    # are taken out.
     loads.found_ids += lookups
     loads.added_rows += bags
     loads.added_bytes += bags * row_bytes
@@ -358,7 +358,7 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
     work = shards.table.work
     wire = _bytes_per_number(sync.transport, work.dim)
     state_columns = work.state_bytes_per_row / FLOAT_BYTES / work.dim
-    # Rows have moments: a shard with a part of the columns has its part of them.
+    # Rows have moments: a shard with some of the columns has its share of them.
     of_state = _bytes_per_number(sync.transport, 1) if state_columns < 1 else wire
     of_column = wire * weights + of_state * moments * state_columns
     loads = shards.loads
@@ -378,7 +378,7 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
 
 
 def _read_synced(shards: "_Shards", num_bytes: float | Ranks) -> None:
-    """Add the rows that a sync reads in the host's memory, to update or to average them."""
+    """Add the rows that a sync reads in host memory, to update or average them."""
     work = shards.table.work
     if shards.table.in_host_memory and not work.is_frozen:
         shards.loads.bus_bytes += num_bytes
@@ -386,7 +386,7 @@ def _read_synced(shards: "_Shards", num_bytes: float | Ranks) -> None:
 
 
 def _bytes_per_number(transport: Transport, dim: int) -> float:
-    """Return the bytes that a number takes in a row, its share of the scale included."""
+    """Return a number's bytes in a row, including its share of the scale."""
     return transport.codec_for(dim).num_bytes(dim) / dim
 
 
@@ -408,11 +408,11 @@ class _Shards:
         return self.table.work.num_rows * of_column * self._columns
 
     def touched(self, num_batches: float) -> Ranks:
-        """Return the rows that so many batches touch."""
+        """Return the rows that ``num_batches`` batches touch."""
         return self._rows(num_batches) * self._parts
 
     def touched_bytes(self, num_batches: float, of_column: float) -> Ranks:
-        """Return the touched rows' bytes, with their numbers."""
+        """Return the touched rows' bytes, with row numbers."""
         return self._rows(num_batches) * (of_column * self._columns + KEY_BYTES * self._parts)
 
     def _rows(self, num_batches: float) -> float:

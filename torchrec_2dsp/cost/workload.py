@@ -1,4 +1,4 @@
-"""`Workload`: a step's work, whatever the plan; and the optimizer state of each row."""
+"""`Workload`: a step's work, independent of the plan; and each row's optimizer state."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -32,22 +32,22 @@ from torchrec_2dsp.plan.parameter_sharding import RowStorage, fused_kind
 _COLLECTIONS = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 
 STATE_BYTES = 4
-"""Bytes of a number in the optimizer state, which is fp32."""
+"""The bytes of a number in the optimizer state, which is fp32."""
 
 ASSUMED_SKEW = 1.05
-"""The skew that the search assumes where nothing was counted. In 4,096 samples of the Criteo log,
+"""The skew that the search assumes if nothing was counted. In 4,096 samples of the Criteo log,
 15 columns have more than 300 values: as many as tables of a million rows with skews from 0.99 to
-1.53, and 1.16 in the middle."""
+1.53, with a median of 1.16."""
 
 _BINS = 256
 
 _LEAST_SKEW, _LARGEST_SKEW = 0.01, 3.0
 _ENOUGH_REPEATS = 2.0
-"""The repeated lookups that the assumed skew would bring, below which none is fitted."""
+"""The repeated lookups expected under the assumed skew below which none is fitted."""
 
 _VECTOR_PASSES = 5
-"""Passes over the vectors that a model gets: as they came, in the model's order, put together,
-read and written by what is above them."""
+"""Passes over the vectors that a model receives: as they arrived, in the model's order, joined,
+and read and written by the next layer."""
 
 _STATELESS = (EmbOptimType.SGD, EmbOptimType.EXACT_SGD, EmbOptimType.NONE)
 _ONE_PER_ROW = (
@@ -75,33 +75,33 @@ class TableWork:
     dim: int
 
     ids_per_sample: float
-    """Lookups for each sample, over all features of the table."""
+    """Lookups per sample, over all of the table's features."""
 
     num_features: int = 1
-    """Bags for each sample, or sequences."""
+    """Bags or sequences per sample."""
 
     element_bytes: float = 4.0
-    """Bytes of a number in the table, with its share of a row's scale."""
+    """A number's bytes in the table, including its share of a row's scale."""
 
     state_bytes_per_row: float = 4.0
-    """Bytes of optimizer state for each row; 4 is row-wise AdaGrad's."""
+    """Bytes of optimizer state per row; 4 is row-wise AdaGrad's."""
 
     is_sequence: bool = False
-    """Whether each id gets its row, or each bag its rows' sum."""
+    """True if each id gets its row, false if each bag gets its rows' sum."""
 
     is_frozen: bool = False
-    """True if it is looked up and not trained."""
+    """True if it is looked up but not trained."""
 
     access: TableAccess | None = None
     """Row frequencies, if they were counted."""
 
     skew: float = 0.0
-    """The exponent by which rows are used less and less, in an unknown order, where nothing was
-    counted; 0 for rows that are all used alike."""
+    """The exponent of the decline in the use of rows, in an unknown order, if nothing was
+    counted; 0 if all rows are used equally."""
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for tables that can be in one `AlikeWork`."""
+        """A key that is equal for tables that can share an `AlikeWork`."""
         alike = replace(self, name="", num_rows=0, ids_per_sample=0.0, access=None, skew=0.0)
         return alike, self.is_counted
 
@@ -111,7 +111,7 @@ class TableWork:
         return self.access is not None and self.access.num_lookups > 0
 
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
-        """Return the distinct rows that so many lookups touch, without the ``num_hot`` hottest."""
+        """Return the distinct rows that ``num_lookups`` touch, without the ``num_hot`` hottest."""
         if self.access is not None and self.access.num_lookups:
             distinct = self.access.expected_distinct(num_lookups, num_hot=num_hot)
             return min(distinct, float(max(0, self.num_rows - num_hot)))
@@ -134,7 +134,7 @@ class TableWork:
         )
 
     def share_by_block(self, num_blocks: int, *, num_hot: int = 0) -> NDArray[np.float64]:
-        """Return the share of the lookups of cold rows that each row block has."""
+        """Return each row block's share of the lookups of cold rows."""
         cold = None if self.access is None else self.access.without(num_hot)
         if cold is None or not cold.num_lookups:
             return np.full(num_blocks, 1 / num_blocks)
@@ -154,18 +154,18 @@ class TableWork:
 class AlikeWork(TableWork):
     """The work with several tables without hot rows, as one.
 
-    Numbers of rows, ids and distinct rows are columns, with a number for each table. All else is
-    the same for all of them, but that each may have row frequencies of its own.
+    Numbers of rows, ids and distinct rows are columns, with a number for each table. All else
+    is the same for all tables, except that each may have its own row frequencies.
     """
 
     tables: Sequence[TableWork]
 
     _known: dict[bytes, NDArray[np.float64]] = field(default_factory=dict, compare=False)
-    """Distinct rows by the lookups."""
+    """Distinct rows by lookups."""
 
     @classmethod
     def of(cls, tables: Sequence[TableWork]) -> "AlikeWork":
-        """Put tables together for which `TableWork.likeness` is the same."""
+        """Join tables with the same `TableWork.likeness`."""
         columns: dict[str, Any] = {
             name: np.array([[getattr(table, name)] for table in tables], dtype=np.float64)
             for name in ("num_rows", "ids_per_sample")
@@ -195,13 +195,13 @@ class AlikeWork(TableWork):
         return np.stack([table.distinct_by_block(number, num_blocks) for table, number in each])
 
     def share_by_block(self, num_blocks: int, *, num_hot: int = 0) -> NDArray[np.float64]:
-        """Return the share of each table's lookups that each of its row blocks has."""
+        """Return the share of each table's lookups in each of its row blocks."""
         tables = self.tables if self.is_counted else self.tables[:1]
         return np.stack([table.share_by_block(num_blocks) for table in tables])
 
     @cached_property
     def _bins(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Bins of rows that are used nearly alike: their rows, and the share of each row."""
+        """Bins of rows with nearly equal use: their row counts, and each row's share."""
         rows, shares = np.zeros((2, len(self.tables), _BINS))
         for number, table in enumerate(self.tables):
             ends, of_bins = zipf_bins(table.num_rows, table.skew)
@@ -227,16 +227,16 @@ def table_weights(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules but those that are left whole on each rank."""
+    """Yield modules except those that are left whole on each rank."""
     whole = {part for top in filter(is_left_whole, module.modules()) for part in top.modules()}
     return (part for part in module.modules() if part not in whole)
 
 
 def fitted_skew(num_rows: int, num_lookups: float, num_distinct: float) -> float:
-    """Return the skew with which so many lookups touch so many distinct rows on average.
+    """Return the skew with which ``num_lookups`` touch ``num_distinct`` rows on average.
 
-    It is the assumed one where so few lookups tell nothing, and never quite 0, which would mean
-    that rows are known to be used alike.
+    It is the assumed skew if there are too few lookups, and never quite 0, which would mean
+    that rows are known to be used equally.
     """
     if num_lookups - _distinct(num_rows, ASSUMED_SKEW, num_lookups, 0) < _ENOUGH_REPEATS:
         return ASSUMED_SKEW
@@ -250,7 +250,7 @@ def fitted_skew(num_rows: int, num_lookups: float, num_distinct: float) -> float
 
 @lru_cache(2**15)
 def zipf_bins(num_rows: int, skew: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return bins of rows that are used nearly alike: their ends, and the share of each row.
+    """Return bins of rows with nearly equal use: the bins' ends, and each row's share.
 
     Example:
         >>> from torchrec_2dsp.cost.workload import zipf_bins
@@ -273,22 +273,22 @@ _NUM_SMALL_BUCKETS = 4
 
 
 def has_small_buckets(device: str, world_size: int, local_world_size: int) -> bool:
-    """Return whether `parallelize` makes them: inside a host, more sums cost more than they hide.
+    """Return whether `parallelize` makes them small: inside a host, that costs more than it hides.
 
     Example:
         >>> from torchrec_2dsp.cost.workload import has_small_buckets
         >>> has_small_buckets("cpu", 8, 2), has_small_buckets("cpu", 8, 8)
         (True, False)
     """
-    # On GPUs nothing was measured.
+    # Nothing was measured on GPUs.
     return device == "cpu" and local_world_size < world_size
 
 
 def small_bucket_bytes(gradient_bytes: float) -> float:
-    """Return the size of the buckets by which `parallelize` sums dense gradients over hosts.
+    """Return the size of the buckets in which `parallelize` sums dense gradients over hosts.
 
-    In TorchRec's a click model's gradients set out together, when the backward ends. Where rows
-    travel in few bits, ranks wait for them above all.
+    In TorchRec's buckets a click model's gradients are all sent when the backward ends. If rows
+    travel in few bits, ranks mostly wait for these gradients.
 
     Example:
         >>> from torchrec_2dsp.cost.workload import small_bucket_bytes
@@ -303,22 +303,22 @@ class DenseWork:
     """A step's work beside its tables."""
 
     forward_s: float = 0.0
-    """Seconds of the forward on a rank, while its neighbours do the same."""
+    """Seconds of the forward on a rank, while its neighbours run it, too."""
 
     backward_s: float = 0.0
-    """Seconds of the backward, with the optimizer and all else that isn't waiting."""
+    """Seconds of the backward, with the optimizer and everything else except waiting."""
 
     gradient_bytes: float = 0.0
     """Bytes that are all-reduced over the world in each step."""
 
     bucket_bytes: float = DDP_BUCKET_BYTES
-    """Bytes of them that set out together."""
+    """The bytes that are sent together."""
 
     @classmethod
     def of_model(cls, module: nn.Module, workload: "Workload", kernels: Kernels) -> "DenseWork":
-        """Estimate the work: linear layers, and passes over the vectors that tables give.
+        """Estimate the work: linear layers, and passes over the tables' vectors.
 
-        Two operations for each weight and sample, and twice as many backward. Whatever else a
+        Two operations per weight and sample, and twice as many backward. Everything else that a
         model does, such as interactions and attention, isn't counted.
         """
         tables = {id(weight) for weight in table_weights(module)}
@@ -343,15 +343,15 @@ class IdMapWork:
     """A step's work with id maps, which all ranks keep equal."""
 
     ids_per_sample: float = 0.0
-    """Lookups for each sample that go through a map."""
+    """Lookups per sample that go through a map."""
 
     num_rows: float = 0.0
-    """Rows of maps that are sorted or compared, in the mean of all steps."""
+    """Map rows that are sorted or compared, averaged over all steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model's tables, and the batches that go through them."""
+    """A model's tables, and the size of the batches they look up."""
 
     batch_size: int
     """Samples per rank and step."""
@@ -362,10 +362,10 @@ class Workload:
     dense: DenseWork = field(default_factory=DenseWork)
     id_maps: IdMapWork = field(default_factory=IdMapWork)
     forward_wire_bytes: float = 4
-    """Bytes of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
+    """A number's bytes in the output exchange; 2 with fp16 in ``QCommsConfig``."""
 
     backward_wire_bytes: float = 4
-    """Bytes of a number in the gradients of the output exchange."""
+    """A number's bytes in the gradients of the output exchange."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -384,10 +384,10 @@ class Workload:
         """Return the work with an unsharded model's tables.
 
         Args:
-            module: has `EmbeddingBagCollection` or `EmbeddingCollection` modules somewhere.
+            module: a model with `EmbeddingBagCollection` or `EmbeddingCollection` modules.
             batch_size: samples per rank and step.
-            constraints: whose pooling factors are the ids per bag, 1 without, times poolings and
-                batch sizes, if any; and whose ``skew`` is a table's own.
+            constraints: their pooling factors are the ids per bag, 1 without, times poolings and
+                batch sizes, if any; their ``skew`` is a table's own.
             access: row frequencies; also the ids per sample for tables without pooling factors.
             skew: the assumed skew of tables without row frequencies.
         """
@@ -413,7 +413,7 @@ class Workload:
         return cls(batch_size=batch_size, tables=tables, id_maps=_id_map_work(module, tables))
 
     def table(self, name: str) -> TableWork:
-        """Return the work with a table; `ConfigError` if the model has no such table."""
+        """Return the work with a table; raise `ConfigError` if the model has no such table."""
         if name not in self.tables:
             raise ConfigError(
                 f"the workload has no table {name!r}; it has {', '.join(self.tables) or 'none'}"
@@ -422,7 +422,7 @@ class Workload:
 
     @cached_property
     def num_without_access(self) -> int:
-        """Tables without statistics."""
+        """The number of tables without statistics."""
         return sum(table.access is None for table in self.tables.values())
 
 
@@ -449,7 +449,7 @@ def _table_work(
     storage = getattr(constraint, "stored_as", RowStorage.PLAIN)
     dtype = data_type_to_dtype(config.data_type)
     ids = float(len(config.feature_names)) if counted is None else counted.lookups_per_sample
-    # Without factors, what was counted says it all.
+    # Without factors, the counts determine everything.
     if constraint is not None and (counted is None or constraint.pooling_factors != [1.0]):
         ids = _constrained_ids(config, constraint, batch_size)
     return TableWork(
@@ -488,7 +488,7 @@ def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType |
 def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> int:
     """Return the bytes of optimizer state for one row in a shard with ``dim`` columns.
 
-    ``optimizer`` is the fused kernel's name for it, or the class that was applied. An unknown one
+    ``optimizer`` is its fused kernel's name, or the class that was applied. An unknown optimizer
     counts as one number per element.
     """
     kind = fused_kind(optimizer)

@@ -1,4 +1,4 @@
-"""Measure the machines at hand, and fit the constants of the cost model.
+"""Measure the current machines, and fit the cost model's constants.
 
 ```text
               clock: all ranks together, the slowest counts

@@ -1,4 +1,4 @@
-"""The calibration of the ranks that run: kept in the user's cache folder, or measured in seconds.
+"""The running ranks' calibration: kept in the user's cache folder, or measured in seconds.
 
 ```text
 facts of each rank --gather--> fingerprint --rank 0--> file? --broadcast--> Calibration
@@ -45,14 +45,14 @@ T = TypeVar("T")
 def calibration_of_world(
     world: dist.ProcessGroup, *, local_world_size: int, device: torch.device
 ) -> Calibration:
-    """Return these ranks' calibration, the same on all: the one that was kept, or one measured now.
+    """Return these ranks' calibration, the same on all: a kept one, or one measured now.
 
-    It is measured in 20 s at most, with a line on rank 0's stderr, and kept under a fingerprint of
-    all ranks' machines. A damaged file is measured again, and a folder that can't be written keeps
-    nothing, both with a warning. Random generators stay as they are.
+    Measuring takes 20 s at most, with a line on rank 0's stderr, and the result is kept under a
+    fingerprint of all ranks' machines. A damaged file is measured again, and an unwritable folder
+    keeps nothing, both with a warning. Random generators stay unchanged.
 
     Args:
-        world: all ranks, host by host; one alone has no network, and measures its own work.
+        world: all ranks, host by host; a single rank has no network, and measures its own work.
         local_world_size: ranks per host.
         device: the tables' device.
 
@@ -60,7 +60,7 @@ def calibration_of_world(
         CalibrationError: on all ranks, if measuring fails on one of them.
 
     Collectives:
-        Three exchanges of objects. Without a kept calibration those that are measured, another
+        Three exchanges of objects. Without a kept calibration also the measured ones, another
         exchange of objects, and the creation of process groups, which are destroyed.
     """
     with agreeing(world) as agreed:
@@ -98,11 +98,11 @@ def calibration_of_world(
 
 
 def facts_of_rank(device: torch.device, backend: str) -> dict[str, str]:
-    """Return what the times on a rank depend on, apart from its neighbours."""
+    """Return the facts that times on a rank depend on, apart from its neighbours."""
     versions = find_versions()
     return {
         "processor": processor(device),
-        # In three digits: a kernel keeps some megabytes more or less to itself.
+        # Rounded to three digits: a kernel reserves some megabytes more or less for itself.
         "memory": f"{memory_bytes(device):.2e}",
         "threads": str(torch.get_num_threads()),
         "device": device.type,
@@ -117,10 +117,10 @@ def facts_of_rank(device: torch.device, backend: str) -> dict[str, str]:
 
 
 def fingerprint(facts: Sequence[Mapping[str, str]], local_world_size: int) -> str:
-    """Return a short text that differs wherever the facts of any rank or their number do.
+    """Return a short text that differs if any rank's facts or the number of ranks differ.
 
     Example:
-        Which rank has which of two processors doesn't matter.
+        It doesn't matter which rank has which of two processors.
 
         >>> from torchrec_2dsp.cost.measuring.cache import fingerprint
         >>> old, new = {"processor": "old"}, {"processor": "new"}
@@ -135,12 +135,12 @@ def fingerprint(facts: Sequence[Mapping[str, str]], local_world_size: int) -> st
 
 
 def _interface(backend: str) -> str:
-    """Describe the network interface that the backend takes, as far as Linux tells."""
+    """Describe the network interface that the backend uses, as far as Linux tells."""
     prefix = "NCCL" if "nccl" in backend else "GLOO"
     name = os.environ.get(f"{prefix}_SOCKET_IFNAME", "") or _default_interface()
     details = [name]
     for detail in ("speed", "mtu", "ifalias"):
-        # What has no speed, such as a loopback, answers with an error.
+        # Interfaces without a speed, such as a loopback, answer with an error.
         with suppress(OSError):
             details.append(Path("/sys/class/net", name, detail).read_text().strip())
     return " ".join(details)
@@ -156,7 +156,7 @@ def _default_interface() -> str:
 
 
 def _path(name: str) -> Path | None:
-    """Return the file of a calibration in the user's cache folder, if the user has one."""
+    """Return a calibration's file in the user's cache folder, if the user has one."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not folder.is_absolute():
         try:
@@ -177,7 +177,7 @@ def _read(path: Path) -> Calibration | None:
 
 
 def _keep(calibration: Calibration, path: Path) -> None:
-    """Write a calibration whole or not at all."""
+    """Write a calibration completely or not at all."""
     if doubt := unexplained(calibration, QUICK.tolerance):
         logger.warning("the planner goes by rough times, which aren't kept: %s", doubt)
         return
@@ -201,7 +201,7 @@ def _from_first(world: dist.ProcessGroup, own: T) -> T:
 
 @contextmanager
 def _progress(path: Path | None, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Say on stderr that ranks measure; on a terminal also what, in a line that changes."""
+    """Report on stderr that ranks measure; on a terminal also what, in a changing line."""
     stream, start = sys.stderr, time.perf_counter()
     is_terminal = is_shown and stream.isatty()
     if is_shown:

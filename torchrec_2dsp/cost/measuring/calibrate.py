@@ -26,19 +26,19 @@ _SIZES = {"cpu": 384, "cuda": 4096}
 _SMALLEST = 2**14
 """The smallest exchange's elements per rank."""
 _NETWORK_SHARE, _KERNELS_SHARE = 0.5, 0.85
-"""The shares of the time when larger messages, and then more kernels, are left out."""
+"""The shares of the time after which larger messages, and then more kernels, are left out."""
 _NO_NETWORK = dict.fromkeys(
     ("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
     CollectiveCost(base_s=0.0, per_peer_s=0.0),
 )
-"""One rank alone waits for nobody."""
+"""A single rank waits for nobody."""
 
 
 class Beside:
-    """Times collectives beside computing; the same on all ranks.
+    """Times collectives beside computing; results are the same on all ranks.
 
     Collectives:
-        All-to-alls, in all that it does, and those of the clock.
+        All-to-alls in each method, and the clock's.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -60,7 +60,7 @@ class Beside:
         return max(0.0, statistics.median(both_s - sum(alone) for *alone, both_s in rounds))
 
     def hidden_share(self) -> float:
-        """Return a long all-to-all's share that computing hides."""
+        """Return the share of a long all-to-all that computing hides."""
         num_elements = _SMALLEST
         exchange = self._exchanging(num_elements)
         most = self._clock.sampling.most_elements // self._world.size()
@@ -102,7 +102,7 @@ class Beside:
         return statistics.median(seconds for (seconds,) in self._rounds(run))
 
     def _rounds(self, *runs: Callable[[], None]) -> list[list[float]]:
-        """Return the seconds of each run, in rounds: what slows machines for a while slows all."""
+        """Return each run's seconds, in rounds, so that a temporary slowdown affects all runs."""
 
         def seconds(run: Callable[[], None]) -> float:
             def turns() -> None:
@@ -126,14 +126,14 @@ def calibrate(
 ) -> Calibration:
     """Measure on all ranks of the world; the result is equal on all of them.
 
-    ``world`` lies host by host; one rank alone has no network, and measures its own work.
+    ``world`` is ordered host by host; a single rank has no network, and measures its own work.
 
-    Tables are on ``device``, by default the one that the backend serves. ``progress`` is called
-    with what is being measured.
+    Tables are on ``device``, by default the device that the backend serves. ``progress`` is called
+    with a description of each measurement.
 
     Raises:
-        CalibrationError: on all ranks, if hosts have different numbers of ranks, or what is
-            measured fails on a rank.
+        CalibrationError: on all ranks, if hosts have different numbers of ranks, or a
+            measurement fails on a rank.
     """
     with agreeing(world) as agreed:
         check_world(world, local_world_size)
@@ -166,7 +166,7 @@ def calibrate(
 
 
 def check_world(world: dist.ProcessGroup, local_world_size: int) -> None:
-    """Raise `CalibrationError` if hosts can't have so many ranks each."""
+    """Raise `CalibrationError` if hosts can't have ``local_world_size`` ranks each."""
     if local_world_size < 1 or world.size() % local_world_size:
         raise CalibrationError(
             f"local_world_size={local_world_size} does not divide world_size={world.size()}; "
@@ -177,13 +177,13 @@ def check_world(world: dist.ProcessGroup, local_world_size: int) -> None:
 def _hardware(
     world: dist.ProcessGroup, device: torch.device, name: str, local_world_size: int
 ) -> Hardware:
-    """Describe the machines, by the processors of all and the least memory of any.
+    """Describe the machines, by all ranks' processors and the smallest memory of any rank.
 
     Collectives:
         An all-gather of objects.
     """
     num_sharing = 1 if device.type == "cuda" else local_world_size
-    # TorchRec's kernels pin what they read from a host's memory; half of it stays the system's.
+    # TorchRec's kernels pin what they read from host memory; half of it stays the system's.
     in_host = memory_bytes(torch.device("cpu")) // 2 // local_world_size
     own = (
         processor(device),
@@ -217,7 +217,7 @@ def processor(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of a rank's GPU, or what all ranks of its host may use together."""
+    """Return the memory of a rank's GPU, or the memory that all ranks of its host share."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -225,9 +225,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def memory_limits(own_groups: Path, root: Path) -> Iterator[int]:
-    """Yield the limits in bytes that a container, or a job's scheduler, sets on this process.
+    """Yield the limits in bytes that a container, or a job scheduler, sets on this process.
 
-    ``own_groups`` is the kernel's list of its control groups, of version 1 or 2.
+    ``own_groups`` is the kernel's list of the process's control groups, of version 1 or 2.
     """
     with suppress(OSError):
         for line in own_groups.read_text().splitlines():
@@ -235,8 +235,8 @@ def memory_limits(own_groups: Path, root: Path) -> Iterator[int]:
             if controllers in ("", "memory"):
                 name = "memory.limit_in_bytes" if controllers else "memory.max"
                 group = Path(path.lstrip("/"))
-                # In a container the root may be the group itself; limits of outer groups count.
+                # In a container the root may be the group itself; outer groups' limits count, too.
                 for folder in (group, *group.parents):
-                    # A group without a limit says "max", or isn't there.
+                    # A group without a limit says "max", or doesn't exist.
                     with suppress(OSError, ValueError):
                         yield int((root / controllers / folder / name).read_text())

@@ -1,4 +1,4 @@
-"""`Clock`: times work on all ranks at once; `Sampling`: how much of it a calibration times."""
+"""`Clock`: times work on all ranks at once; `Sampling`: how much a calibration times."""
 
 import math
 import time
@@ -18,31 +18,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sizes, repeats and the deadline of a calibration."""
+    """A calibration's sizes, repeats and deadline."""
 
     deadline_s: float = math.inf
-    """Later than this only what a fit can't do without is timed."""
+    """The time after which only what a fit needs is measured."""
 
     tolerance: float = 1.0
     """The factor by which fits may be worse than a careful one's; see `fit.unexplained`."""
 
     warm_ups: int = 2
-    """Runs that don't count, before those that do."""
+    """Uncounted runs before the counted ones."""
 
     repeated_s: float = 0.05
-    """Seconds for the repeats of short work."""
+    """Seconds for repeating short work."""
 
     min_repeats: int = 4
     max_repeats: int = 30
 
     step: int = 8
-    """Each message is as many times as large as the one before it."""
+    """The largest factor from one message's size to the next one's."""
 
     long_s: float = 0.1
-    """Larger messages than the first one that takes as long tell nothing new."""
+    """The duration above which larger messages provide no new information."""
 
     longest_s: float = math.inf
-    """No message is so large that it would take longer, to judge by the one before it."""
+    """The predicted duration to which a message's growth, beyond a doubling, is limited."""
 
     largest_bytes: int = 2**24
     """The largest message."""
@@ -51,21 +51,21 @@ class Sampling:
     """Repeats of collectives beside computing."""
 
     most_elements: int = 2**26
-    """The elements of an exchange beside computing, for all ranks together."""
+    """The elements in an exchange beside computing, over all ranks."""
 
     rows: tuple[tuple[int, int], ...] = tuple(product((16, 64, 128), (2**11, 2**13, 2**15)))
-    """Dimensions, and numbers of rows. Those of more rows would get their memory page by page, each
+    """Dims and row counts. With more rows, their memory would be allocated page by page, each
     time anew."""
 
     table_bytes: tuple[int, ...] = (2**24, 2**25, 2**26)
-    """Beyond what caches hold, as tables are."""
+    """More than caches hold, as tables are."""
 
     num_tokens: tuple[int, ...] = (2**8, 2**10, 2**12)
     widths: tuple[int, ...] = (64, 256, 1024)
 
 
 CAREFUL = Sampling()
-"""Minutes, for a file that is kept."""
+"""Takes minutes, for a file that is kept."""
 
 QUICK = Sampling(
     deadline_s=17.0,
@@ -83,7 +83,7 @@ QUICK = Sampling(
     num_tokens=(2**8, 2**11),
     widths=(64, 512),
 )
-"""Seconds, for the start of a training that nobody calibrated for."""
+"""Takes seconds, for the start of a training without a calibration."""
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
@@ -94,10 +94,10 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 class Clock:
-    """Times what all ranks do together by the slowest of them; its answers are equal on all ranks.
+    """Times what all ranks do together by the slowest rank; results are equal on all ranks.
 
-    Where local work fails on a rank, it goes on with the clock's messages, so that all ranks raise
-    the error.
+    If local work fails on a rank, the rank continues with the clock's messages, so that all ranks
+    raise the error.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class Clock:
         self._elapsed_s = 0.0
 
     def is_late(self, share: float) -> bool:
-        """Tell whether a share of the time until the deadline is over, alike on all ranks."""
+        """Tell whether a share of the time until the deadline has passed; the same on all ranks."""
         return self._elapsed_s > share * self.sampling.deadline_s
 
     def repeated_seconds(self, run: Callable[[], object], once: float = 0.0) -> list[float]:
-        """Return `seconds` of as many repeats as help: shorter runs repeat more.
+        """Return `seconds` of as many repeats as are useful: shorter runs repeat more.
 
-        Runs that don't count come first, unless it is known about how long ``once`` takes.
+        Uncounted runs come first, unless ``once`` gives a run's approximate duration.
         """
         sampling = self.sampling
         if not once:
@@ -135,7 +135,7 @@ class Clock:
         """Return the slowest rank's seconds for each repeat, which all ranks begin together.
 
         Collectives:
-            Per repeat an all-reduce of one element, besides what ``run`` does; at the end an
+            Per repeat an all-reduce of one element, in addition to ``run``'s; at the end an
             all-reduce of the times. An agreement, if a rank has failed.
         """
         error: Exception | None = None
@@ -171,7 +171,7 @@ class Clock:
             self._raise(error)
 
     def guarded(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items; if a rank fails to make one, the next message says so to all ranks.
+        """Yield items; if a rank fails to produce one, all ranks learn of it in the next message.
 
         Collectives:
             A `check` at the end.

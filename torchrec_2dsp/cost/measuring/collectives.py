@@ -34,10 +34,10 @@ Groups = list[list[int]]
 def subgroup(
     groups: Sequence[Sequence[int]], *, is_full_duplex: bool
 ) -> Iterator[dist.ProcessGroup]:
-    """Make all these groups, yield this rank's, and destroy them at the end.
+    """Create these groups, yield this rank's, and destroy all of them at the end.
 
     Collectives:
-        Makes the process groups.
+        The process groups' creation.
     """
     own_group, all_groups = dist.new_subgroups_by_enumeration(
         [list(ranks) for ranks in groups],
@@ -55,12 +55,12 @@ def subgroup(
 ELEMENT_BYTES = 4
 _SMALLEST_BYTES = 2**12
 _FEWEST = 2
-"""Messages of different sizes that a fit can't do without."""
+"""The number of differently sized messages that a fit needs."""
 
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A torch collective, and its traffic if a rank's larger buffer has so many bytes."""
+    """A torch collective, and its traffic for the larger of a rank's two buffers."""
 
     run: Callable[[torch.Tensor, dist.ProcessGroup], object]
     traffic: Callable[[Span, float], Traffic]
@@ -109,9 +109,9 @@ class _Series:
     span: Span
     group: dist.ProcessGroup
     num_bytes: float = _SMALLEST_BYTES
-    """The next message's bytes; 0 after the last."""
+    """The next message's bytes; 0 after the last message."""
     expected_s: float = 0.0
-    """At most the seconds that it takes; 0 if that isn't known."""
+    """An upper bound for the next message's seconds; 0 if unknown."""
     samples: list[CollectiveSample] = field(default_factory=list)
 
     def message(self, device: torch.device) -> torch.Tensor:
@@ -132,7 +132,7 @@ class _Series:
 
 
 def _growth(num_bytes: int, seconds: float, sampling: Sampling) -> float:
-    """Return how many times as large the next message is, if this one took so long; 0 for none."""
+    """Return the factor to the next message's size after one that took ``seconds``; 0 for none."""
     if seconds > sampling.long_s or 2 * num_bytes > sampling.largest_bytes:
         return 0
     longest = sampling.longest_s / seconds
@@ -144,11 +144,11 @@ def measure_collectives(
 ) -> dict[str, list[CollectiveSample]]:
     """Time every collective, on gloo also the full-duplex one; equal on all ranks.
 
-    All small messages come before the larger ones, which are left out when ``share`` of the time
-    is over.
+    All small messages come before the larger ones, which are left out once ``share`` of the time
+    has passed.
 
     Collectives:
-        Those that are measured; and the creation of process groups, which are destroyed at the
+        The measured ones; and the creation of process groups, which are destroyed at the
         end.
     """
     world_size = dist.get_world_size(clock.world)

@@ -12,15 +12,15 @@ from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic
 
 MAX_MEDIAN_ERROR = 0.4
-"""A fit explains nothing if half its longer measurements are further away than this."""
+"""The error that half of a fit's longer measurements may have before it explains nothing."""
 
 MAX_KERNEL_ERROR = 0.6
-"""Fits for work on rows may be further away: memory is several times slower for many rows."""
+"""The limit for work on rows is higher: memory is several times slower for many rows."""
 
 _MAX_FITS = 11
 
 _RELATIVE_SCATTER = 0.05
-"""Repeats of long work differ by about as much."""
+"""The approximate difference between repeats of long work."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Timed:
     """The median repeat."""
 
     scatter_s: float = 0.0
-    """The median distance from it."""
+    """The median distance from the median."""
 
     @classmethod
     def of(cls, repeats: Sequence[float]) -> "Timed":
@@ -70,7 +70,7 @@ class KernelSample:
 
 
 def fit_collective(samples: Sequence[CollectiveSample]) -> CollectiveCost:
-    """Fit a collective's coefficients; those that no sample tells of stay unknown."""
+    """Fit a collective's coefficients; those without samples stay unknown."""
     local = np.array([sample.traffic.local_bytes for sample in samples])
     link = np.array([sample.traffic.link_bytes for sample in samples])
     constant = [[1.0, sample.span.num_ranks - 1] for sample in samples]
@@ -107,10 +107,10 @@ def fit_kernel(samples: Sequence[KernelSample]) -> KernelCost:
 def _fitted(
     work: NDArray[np.float64], timed: Sequence[Timed]
 ) -> tuple[list[float], dict[str, float]]:
-    """Fit non-negative seconds per unit of each column: weighted least squares.
+    """Fit non-negative seconds per unit of each column by weighted least squares.
 
-    Long work counts more than by its relative error, since its seconds make a step; and less than
-    by its absolute one, since every message has a shortest time.
+    Long work counts more than by its relative error, as its seconds make up a step; and less than
+    by its absolute error, since every message has a minimum time.
     """
     # The import takes most of a second, which a start with a known calibration needn't wait for.
     from scipy.optimize import nnls
@@ -122,7 +122,7 @@ def _fitted(
     scaled = work / largest
     solution, _ = nnls(scaled / uncertain[:, None], seconds / uncertain)
     if not solution[1:].any():
-        # A call takes no longer than the shortest one; scatter hid what longer work adds.
+        # A call takes no longer than the shortest one; scatter hid the time added by longer work.
         shortest = seconds.min()
         rest, _ = nnls(scaled[:, 1:] / uncertain[:, None], (seconds - shortest) / uncertain)
         solution = np.array([shortest / scaled[0, 0], *rest])
@@ -134,7 +134,7 @@ def _fitted(
 
 
 def unexplained(calibration: Calibration, tolerance: float) -> str:
-    """Say which constants are far from what was measured, if any are.
+    """Describe which constant is far from the measurements, if any is.
 
     A ``tolerance`` of 2 allows errors twice as large as 1 does.
     """

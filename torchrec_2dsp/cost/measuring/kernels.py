@@ -26,12 +26,12 @@ _FLOAT_BYTES = 4
 _NUM_ROWS = 2**18
 _NUM_TABLES = 4
 _NUM_ASKING = 4
-"""Ranks whose rows an owner looks up together."""
+"""The number of ranks whose rows an owner looks up together."""
 _BAG_SIZES = (1, 16)
 _ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
-"""Numbers of rows that ids are drawn from: few, which all repeat in caches, or many."""
+"""The number of rows from which ids are drawn: few, which all repeat in caches, or many."""
 _FEWEST = 2
-"""Samples that a fit can't do without."""
+"""The number of samples that a fit needs."""
 
 
 class _Piece(NamedTuple):
@@ -47,17 +47,17 @@ def measure_kernels(
 ) -> dict[str, list[KernelSample]]:
     """Time each kind of work, by its name in a calibration; equal on all ranks.
 
-    When ``share`` of the time is over, only the first samples of each kind are taken.
+    Once ``share`` of the time has passed, only the first samples of each kind are taken.
 
     Collectives:
-        Those of the clock.
+        The clock's.
     """
     samples: dict[str, list[KernelSample]] = {}
     device, sampling = clock.device, clock.sampling
     kinds = (_bags, _owned_rows, _needed_rows, _moves, _passes, _matmuls, _encodings)
     if device.type == "cuda":
         kinds = (*kinds, _host_rows)
-    # In turns, so that a late end, or what else a machine does for a while, is shared by all.
+    # In turns, so that a late end, or a temporary slowdown, affects all kinds.
     turns = zip_longest(*(kind(device, sampling) for kind in kinds))
     for piece in clock.guarded(piece for turn in turns for piece in turn if piece is not None):
         of_kind = samples.setdefault(piece.name, [])
@@ -71,7 +71,7 @@ def measure_kernels(
 def _bags(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     """Yield FBGEMM's kernel, with short and long bags, from few rows and from many."""
     tables_of = cache(partial(_tables, pooling=PoolingMode.SUM, device=device))
-    # All ranks draw the same ids, so that they count as many rows.
+    # All ranks draw the same ids, so that they count equally many rows.
     generator = torch.Generator().manual_seed(0)
     for dim, num_ids in sampling.rows:
         for size, num_rows in product(_BAG_SIZES, _ROWS_OF_A_TABLE):
@@ -86,7 +86,7 @@ def _bags(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
 
 
 def _owned_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
-    """Yield row exchange's work for other ranks, whose rows come in their order."""
+    """Yield row exchange's work for other ranks, whose rows are in request order."""
     tables_of = cache(partial(_tables, pooling=PoolingMode.NONE, device=device))
     for dim, num_ids in sampling.rows:
         tbe = tables_of(dim)
@@ -99,7 +99,7 @@ def _owned_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
 
 
 def _host_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
-    """Yield a GPU's lookups of rows that are in its host's memory."""
+    """Yield a GPU's lookups of rows in host memory."""
     for dim, num_ids in sampling.rows:
         tbe = _tables(dim, PoolingMode.NONE, device, EmbeddingLocation.MANAGED)
         look_up = partial(tbe, *_asked_rows(num_ids, device))
@@ -108,7 +108,7 @@ def _host_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
 
 
 def _asked_rows(num_ids: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids as other ranks ask for them, in the order of rows, and offsets for one each."""
+    """Return ids as requested by other ranks, in row order, and offsets for one id each."""
     lists = (_NUM_TABLES * _NUM_ASKING, num_ids // _NUM_TABLES // _NUM_ASKING)
     ids = torch.randint(0, _NUM_ROWS // _NUM_TABLES, lists, device=device)
     return ids.sort(dim=1).values.view(-1), torch.arange(num_ids + 1, device=device)
@@ -138,7 +138,7 @@ def _tables(
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=pooling,
         device=device,
-        # As in training: managed memory may be moved by the driver.
+        # As in training: the driver may move managed memory.
         uvm_host_mapped=True,
     )
 
@@ -152,7 +152,7 @@ def _needed_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
 
 
 def _moves(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
-    """Yield moving rows to where they are wanted, and summing gradients by row."""
+    """Yield moving rows to their places, and summing gradients by row."""
     for dim, num_ids in sampling.rows:
         rows = torch.rand(num_ids, dim, device=device)
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
@@ -173,7 +173,7 @@ def _passes(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
 
 
 def _matmuls(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
-    """Yield layers of a dense part, narrow and wide, over few samples and over many."""
+    """Yield a dense part's layers, narrow and wide, over few samples and over many."""
     for num_rows, width in product(sampling.num_tokens, sampling.widths):
         rows = torch.rand(num_rows, width, device=device)
         weight = torch.rand(width, width, device=device)
@@ -183,7 +183,7 @@ def _matmuls(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
 
 
 def _encodings(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
-    """Yield encoding rows and decoding them."""
+    """Yield encoding and decoding rows."""
     for (dim, num_rows), transport in product(sampling.rows, Transport):
         if transport is Transport.FP32:
             continue

@@ -30,16 +30,16 @@ from torchrec_2dsp.errors import ConfigError, NotFiniteError, check_count
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A bucket's gradients on their way to becoming the mean over all ranks."""
+    """A bucket's gradients while they are averaged over all ranks."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     mean: torch.Tensor
-    """A flat tensor, the mean once `work` is done."""
+    """A flat tensor, which holds the mean once `work` is done."""
     work: dist.Work | None
     """The all-reduce; `None` once the mean has arrived."""
     is_finite: torch.Tensor
-    """Whether this rank's own gradients were finite."""
+    """True if this rank's own gradients were finite, as a tensor."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name and flat gradient."""
@@ -96,9 +96,9 @@ class LateGradients:
     def _arrived(
         self, names: tuple[str, ...], sizes: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        """Return these parameters' means: zeros where nothing was in flight.
+        """Return these parameters' means, or zeros if nothing was in flight.
 
-        DDP rearranges its buckets after its first steps, and after a run was resumed.
+        DDP rearranges its buckets after its first steps, and after a run is resumed.
         """
         needed = set(names)
         sent = [flight for flight in self._in_flight if needed & set(flight.names)]
@@ -123,7 +123,7 @@ class LateGradients:
         """Wait for means; raise on all ranks if they aren't finite.
 
         Collectives:
-            An agreement, in the case of an error: all ranks have the same sum.
+            An agreement if there is an error; all ranks have the same sum.
         """
         if flight.work is None:
             return flight
@@ -145,17 +145,17 @@ class LateGradients:
         )
 
     def drain(self) -> dict[str, torch.Tensor]:
-        """Return all means in flight, flat, by parameter; afterwards nothing is in flight.
+        """Return all means in flight, flat, by parameter; nothing is in flight afterwards.
 
         Collectives:
-            Those in flight, waited for.
+            The ones in flight, waited for.
         """
         arrived = [self._wait(flight) for flight in self._in_flight]
         self._in_flight = []
         return dict(part for flight in arrived for part in flight.parts())
 
     def _drop(self) -> None:
-        """Drop what is in flight, once it has arrived."""
+        """Drop the gradients in flight, once they have arrived."""
         for flight in self._in_flight:
             if flight.work is not None:
                 flight.work.wait()
@@ -171,7 +171,7 @@ class LateGradients:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what was in flight at a save; drop what is in flight now."""
+        """Restore the gradients in flight at a save; drop those in flight now."""
         self._drop()
         means = {
             name: mean.to(self._device, copy=True)
@@ -196,7 +196,7 @@ class DelayedDense(HookedDDP):
     algorithm: compare its quality with DDP's.
 
     Args:
-        warm_up: first steps that use their own gradients, at least one, in which DDP
+        warm_up: the number of first steps that use their own gradients, at least one, in which DDP
             learns the graph.
         bucket_cap_mb: DDP's bucket size.
         static_graph: as in DDP.
@@ -241,7 +241,7 @@ class DelayedDense(HookedDDP):
     def _begin_backward(self, is_reduced: bool) -> None:
         """Tell steps apart, and a step's batches.
 
-        Gradients that exist already come from the step's earlier batches. If they stayed on the
+        Existing gradients come from the step's earlier batches. If they stayed on the
         rank, they travel with the last batch's. If they came from other ranks, they are late ones,
         which must not travel again.
         """
@@ -267,20 +267,20 @@ class DelayedDense(HookedDDP):
 
     @property
     def num_late_steps(self) -> int:
-        """Number of steps that used the previous step's gradients."""
+        """The number of steps that used the previous step's gradients."""
         return self._gradients.num_late_steps if self._gradients else 0
 
     def flush(self, optimizer: Any) -> bool:
         """Apply the gradients in flight with one more optimizer step.
 
-        Call it on all ranks between two steps: at the end of the training, and before a checkpoint
+        Call it on all ranks between two steps: at the end of training, and before a checkpoint
         without a `TrainState`. The step after it has no earlier gradients to apply.
 
         Args:
-            optimizer: the dense part's; it may contain the model's fused one.
+            optimizer: the dense part's optimizer; it may contain the model's fused one.
 
         Returns:
-            Whether any were in flight; otherwise nothing happens.
+            True if any were in flight; otherwise nothing happens.
 
         Collectives:
             The all-reduces in flight, waited for.

@@ -1,4 +1,4 @@
-"""Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
+"""Dense parts: modules without tables, their ranks, equal weights, and meshes with copies."""
 
 import functools
 from abc import abstractmethod
@@ -47,11 +47,11 @@ def dense_parts(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the largest modules that hold parameters and no tables, by name.
 
-    Of a container without a forward, such as a `ModuleList`, these are the modules in it.
+    For a container without a forward, such as a `ModuleList`, these are its children.
 
     Raises:
-        ConfigError: a module that holds tables, or one of ``apart``, holds a parameter itself too;
-            a sharded module trains position weights; or as in `check_stepped_later`.
+        ConfigError: a module that contains tables, or one of ``apart``, holds a parameter itself;
+            a sharded module trains position weights; or `check_stepped_later` raises.
     """
     if not name:
         check_stepped_later(model, wrapper)
@@ -83,7 +83,7 @@ def dense_parts(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called, which a `ModuleList` or `ParameterList` can't."""
+    """Return whether a module can be called, unlike a `ModuleList` or `ParameterList`."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -110,7 +110,7 @@ def check_untied(parts: Mapping[str, nn.Module], wrapper: str) -> None:
 
 
 def check_unhooked(params: Iterable[tuple[str, nn.Parameter]], wrapper: str) -> None:
-    """Refuse named parameters with hooks on their gradients, which a share wouldn't run."""
+    """Refuse named parameters with hooks on their gradients, which wouldn't run on a shard."""
     for name, param in params:
         if has_gradient_hooks(param):
             raise ConfigError(
@@ -122,21 +122,21 @@ def check_unhooked(params: Iterable[tuple[str, nn.Parameter]], wrapper: str) -> 
 def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Module] = ()) -> None:
     """Raise before a forward with weights that FSDP2 doesn't have, or with hooks it doesn't run.
 
-    Someone has put them into the sharded model. All but the modules ``apart`` is FSDP2's; hooks
-    after a gradient is added see the whole one.
+    They have been put into the sharded model later. All but the modules ``apart`` is FSDP2's; hooks
+    that run after a gradient is accumulated see the whole gradient.
     """
     apart, places = list(apart), dict[int, Place]()
 
     def check(*_: object) -> None:
         trains = torch.is_grad_enabled()
         if unknown_params(model, places, apart):
-            # FSDP2 gathers a weight for the first time, or a checkpoint has assigned new shares.
+            # FSDP2 gathers a weight for the first time, or a checkpoint has assigned new shards.
             units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
             places.clear()
             places.update((id(place[-1]), place) for unit in units for place in own_params(unit))
             holders = {module for module, _, _ in places.values()}
             for place in unknown_params(model, places, apart):
-                # In FSDP2's modules its own weights replace others, frozen ones as well.
+                # In FSDP2's modules its own weights replace others, including frozen ones.
                 if place[0] in holders or (trains and place[-1].requires_grad):
                     result = f"{wrapper} neither gathers it nor adds its gradients up"
                     raise put_in_later(place, model, result)
@@ -144,7 +144,7 @@ def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Modu
             if has_gradient_hooks(place[-1], or_after=False):
                 check_unhooked([(full_name(place, model), place[-1])], wrapper)
 
-    # Before FSDP2's own, where the whole model is a unit.
+    # Before FSDP2's own hook, in case the whole model is a unit.
     model.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check), prepend=True)
 
 
@@ -158,7 +158,7 @@ def group_of(env: ShardingEnv) -> dist.ProcessGroup:
 def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks the first rank's weights.
 
-    Shards of different weights would be a model that nobody has initialised.
+    Shards of different weights would form a model that nobody has initialised.
 
     Collectives:
         A broadcast per parameter and buffer.
@@ -174,20 +174,20 @@ def draw_seed() -> int:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from a seed that a group's ranks share; then go on with one's own."""
+    """Draw random numbers from a seed that a group's ranks share; then restore the generators."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
         yield
 
 
 def in_words(tensor: torch.Tensor) -> str:
-    """Return a tensor's type, and its shape but for the number of samples."""
+    """Return a tensor's type, and its shape except for the number of samples."""
     dims = ", ".join(["batch", *map(str, tensor.shape[1:])])
     return f"{tensor.dtype}[{dims}]".removeprefix("torch.")
 
 
 def state_in_words(device_type: str) -> str:
-    """Return the caller's state, which decides the types of activations and what is kept."""
+    """Return the caller's state, which determines activations' types and what is kept."""
     gradients = "with gradients" if torch.is_grad_enabled() else "without gradients"
     if not torch.is_autocast_enabled(device_type):
         return gradients
@@ -198,7 +198,7 @@ def state_in_words(device_type: str) -> str:
 def check_called_alike(
     module: str, calls: Sequence[str | TwoDError], group: dist.ProcessGroup, group_name: str
 ) -> None:
-    """Raise if ranks of a group call a module differently, in words, or one of them can't."""
+    """Raise if a group's ranks call a module differently, in words, or one of them can't."""
     ranks = dist.get_process_group_ranks(group)
     for rank, call in zip(ranks, calls, strict=True):
         if isinstance(call, TwoDError):
@@ -212,9 +212,9 @@ def check_called_alike(
 
 
 class HookedDDP(DataParallelWrapper):
-    """Runs one model's dense part in DDP, with a hook that sends its gradients in another way.
+    """Runs one model's dense part in DDP, with a hook that sends gradients in another way.
 
-    Subclasses add `hook_into`, and describe the ``settings`` that all ranks must have alike.
+    Subclasses add `hook_into`, and describe the ``settings`` that must be equal on all ranks.
     """
 
     def __init__(self, settings: str, **of_ddp: Any) -> None:
@@ -226,7 +226,7 @@ class HookedDDP(DataParallelWrapper):
         """Wrap the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement on the settings, DDP's parameter broadcast, and those of `hook_into`.
+            An agreement on the settings, DDP's parameter broadcast, and `hook_into`'s.
         """
         group, name = group_of(env), type(self).__name__
         with agreeing(group) as facts:
@@ -239,7 +239,7 @@ class HookedDDP(DataParallelWrapper):
         ddp = data_parallel_module(dmp)
         if ddp is not None:
             self.hook_into(ddp, group, device)
-        # For models of TorchRec's own class; this package's would do so anyway.
+        # For models of TorchRec's own class; this package's class does so anyway.
         refuse_unreduced(dmp)
 
     @abstractmethod
@@ -249,7 +249,7 @@ class HookedDDP(DataParallelWrapper):
         """Register a hook for all gradients."""
 
     def check_free(self) -> None:
-        """Raise if this has a model already."""
+        """Raise if this wrapper already has a model."""
         if self._has_model:
             raise ConfigError(
                 f"this {type(self).__name__} has a model already; make another one, because it "
@@ -258,10 +258,10 @@ class HookedDDP(DataParallelWrapper):
 
 
 def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -> None:
-    """Call a method once in a batch's backward, before any gradient is added.
+    """Call a method once in a batch's backward, before any gradient is accumulated.
 
-    Until then a loop may call ``zero_grad()``. The method is told whether DDP reduces the batch's
-    gradients.
+    Until then a loop may call ``zero_grad()``. The method's argument tells whether DDP reduces the
+    batch's gradients.
     """
     begin, pending = held_weakly(method), list[bool]()
 
@@ -279,7 +279,7 @@ def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -
 
 
 def have_gradients(params: Iterable[torch.Tensor]) -> bool:
-    """Return whether any parameter has a gradient other than zeros."""
+    """Return whether any parameter has a nonzero gradient."""
     return any(param.grad is not None and bool(param.grad.any()) for param in params)
 
 
@@ -290,12 +290,12 @@ def styles_by_part(
     *,
     inside: bool = False,
 ) -> dict[str, dict[str, ParallelStyle]]:
-    """Sort styles by part, with module names inside it; patterns name modules in the model.
+    """Sort styles by part, with module names relative to it; patterns name modules in the model.
 
     With ``inside``, a pattern can't match a part itself.
 
     Raises:
-        ConfigError: a pattern matches nothing; ``unknown`` says so, with a place for the pattern.
+        ConfigError: a pattern matches nothing; ``unknown`` is the message, with a place for it.
     """
     styles: dict[str, dict[str, ParallelStyle]] = {}
     for pattern, style in plan.items():
@@ -338,10 +338,10 @@ def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = (
 
 
 def differentiable_once(what: str) -> Callable[[Backward], Backward]:
-    """Decorate a function's backward that has no graph, so that a backward through it is refused.
+    """Decorate a function's backward that has no graph, to refuse a backward through it.
 
-    torch's `once_differentiable` has no word about ``what``, and asks only where the gradient that
-    comes in has a graph, which a `DTensor` may have lost on the way.
+    torch's `once_differentiable` can't name ``what``, and only checks whether the incoming gradient
+    has a graph, which a `DTensor` may have lost on the way.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -364,12 +364,12 @@ def _undifferentiable(gradient: torch.Tensor, what: str) -> Any:
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """A gradient of which there are no gradients."""
+    """A gradient that can't be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, what: str) -> torch.Tensor:
         ctx.what = what
-        # Whoever gets it may write into it, which torch refuses for a view.
+        # The receiver may write into it, which torch refuses for a view.
         return gradient.clone()
 
     @staticmethod

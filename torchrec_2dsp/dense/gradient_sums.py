@@ -1,7 +1,7 @@
-"""Sums of few gradient elements over all ranks, and reports on what they cost.
+"""Sums of few gradient elements over all ranks, and reports on their cost.
 
 GATHER   each rank sends its entries to all others, and all compute the same sum
-OWNERS   each rank sends an entry to the element's owner, which adds up and sends the largest
+OWNERS   each rank sends an entry to the element's owner, which sums them and sends the largest
          sums to all; the rest stays in its residual
 """
 
@@ -32,7 +32,7 @@ class GradientReport:
 
     num_steps: int = 0
     num_thresholded_steps: int = 0
-    """Steps that weren't dense."""
+    """The number of steps that weren't dense."""
 
     num_bytes: float = 0.0
     """Bytes sent to other ranks, counting an all-reduce as a ring."""
@@ -44,7 +44,7 @@ class GradientReport:
     """Elements chosen among the thresholded ones."""
 
     num_elements: int = 0
-    """Elements from which they were chosen."""
+    """Elements among which they were chosen."""
 
     @property
     def density(self) -> float:
@@ -63,7 +63,7 @@ class GradientReport:
 
 
 class UnusedParameters:
-    """The parameters in a DDP bucket that have no gradient on this rank.
+    """The parameters in a DDP bucket without a gradient on this rank.
 
     If no rank used a parameter, DDP leaves it without a gradient, whatever a hook computes. A
     hook may still owe it a gradient from earlier steps.
@@ -76,7 +76,7 @@ class UnusedParameters:
         self._views: Sequence[torch.Tensor] = bucket.gradients() if any(self._is_unused) else ()
 
     def give(self, means: torch.Tensor) -> torch.Tensor:
-        """Give those parameters the gradients that have come for them; return all means."""
+        """Give those parameters the gradients that have arrived for them; return all means."""
         if not self._views:
             return means
         parts = means.split([param.numel() for param in self._params])
@@ -91,10 +91,10 @@ class UnusedParameters:
 
 _FLOAT_BYTES = 4
 _OWNERS_GAIN = 3.0
-"""Owners must send fewer bytes than a gather by this factor to be chosen: they apply fewer entries
-per step, and take two messages in sequence."""
+"""The factor by which owners must send fewer bytes than a gather to be chosen: they apply fewer
+entries per step, and take two messages in sequence."""
 _SPARE = 1.25
-"""Capacity of a message to an owner, relative to its mean load."""
+"""The capacity of a message to an owner, relative to its mean load."""
 _SPARE_ENTRIES = 8
 
 
@@ -108,12 +108,12 @@ class GradientRoute(enum.StrEnum):
     """Each rank gets all others' entries."""
 
     OWNERS = "owners"
-    """Each element's owner adds up its entries and sends the largest sums to all."""
+    """Each element's owner sums its entries and sends the largest sums to all."""
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """The size of a gradient bucket, and how much of it may be sent."""
+    """A gradient bucket's size, and how much of it may be sent."""
 
     num_elements: int
     capacity: int
@@ -143,7 +143,7 @@ class BucketSize:
 
         Example:
             200x fewer entries are 100x fewer bytes on 4 ranks, and not even 10x on 64, unless
-            owners add up.
+            owners sum them.
 
             >>> import torch
             >>> from torchrec_2dsp.codecs.rows import FlatCodec
@@ -182,7 +182,7 @@ class StartedSum:
     """A sum in flight."""
 
     sent: Entries
-    """What this rank has sent, as others decode it, in ascending order."""
+    """This rank's sent entries, as others decode them, in ascending order."""
 
     left_out: Entries
     """Sums that this rank keeps instead of sending, in ascending order."""
@@ -194,7 +194,7 @@ class StartedSum:
 def gather_sum(
     entries: Entries, total: torch.Tensor, codec: SparseCodec, group: dist.ProcessGroup
 ) -> StartedSum:
-    """Send ascending entries to all other ranks; add up into ``total``, a flat float32 tensor.
+    """Send ascending entries to all other ranks; sum into ``total``, a flat float32 tensor.
 
     Collectives:
         One all-gather of `codec.num_bytes` bytes, not waited for.
@@ -204,7 +204,7 @@ def gather_sum(
     def add_up(_: object) -> torch.Tensor:
         future.wait()
         total.zero_()
-        # In the order of ranks, so that all ranks compute the same bits.
+        # In rank order, so that all ranks compute the same bits.
         for received in arriving:
             total.index_add_(0, *codec.decode(received))
         return total
@@ -289,7 +289,7 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> TensorFuture:
 def done(values: torch.Tensor) -> TensorFuture:
     """Return values as a future that is done, for DDP's hooks.
 
-    DDP reads from the start of their memory, wherever in it they are.
+    DDP reads from the start of their memory, even if they are elsewhere in it.
     """
     values = values.clone() if values.storage_offset() else values
     future: TensorFuture = torch.futures.Future(devices=[values.device] if values.is_cuda else None)

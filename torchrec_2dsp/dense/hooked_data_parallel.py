@@ -23,7 +23,7 @@ _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class GradientHook(enum.StrEnum):
-    """torch's hooks that have a name here."""
+    """torch's hooks that are available by name."""
 
     FP16 = "fp16"
     """Half-precision sums."""
@@ -71,7 +71,7 @@ class HookedDataParallel(HookedDDP):
         self._power_sgd: PowerSGDState | None = None
         self._names: dict[int, str] = {}
         self._names_in: dict[int, tuple[str, ...]] = {}
-        """The parameters to which the state of each bucket belongs."""
+        """The parameters that each bucket's state belongs to."""
         self._device = torch.device("cpu")
 
     def hook_into(
@@ -99,13 +99,13 @@ class HookedDataParallel(HookedDDP):
             name: {str(bucket): memory for bucket, memory in getattr(self._power_sgd, name).items()}
             for name in _MEMORIES
         }
-        # What it draws for buckets that DDP still arranges anew.
+        # The generator's draws are for buckets that DDP still rearranges.
         draws = {"rng": self._power_sgd.rng.get_state()}
         names = {str(bucket): list(names) for bucket, names in self._names_in.items()}
         return {"iteration": self._power_sgd.iter, "names": names, **draws, **memories}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise if a state has what PowerSGD hasn't sent, and this hook is another one."""
+        """Raise if a state has PowerSGD's unsent gradients, and this hook is another one."""
         if self._power_sgd is None and state.get("error_dict"):
             raise ConfigError(
                 "it holds what PowerSGD hasn't sent yet; make the model with "
@@ -133,11 +133,11 @@ class HookedDataParallel(HookedDDP):
     ) -> torch.futures.Future[torch.Tensor]:
         """Run torch's hook and wait for it.
 
-        It starts collectives from gloo's threads when earlier ones finish. Ranks that went on would
-        start theirs in different orders, and deadlock.
+        It starts collectives from gloo's threads when earlier ones finish. If ranks went on, they
+        would start their own in different orders, and deadlock.
 
-        What it keeps for a bucket is dropped on all ranks if the bucket's parameters change: after
-        a fresh start DDP arranges them anew in the third step, and also after a save before then.
+        A bucket's state is dropped on all ranks if the bucket's parameters change: after
+        a fresh start DDP rearranges them in the third step, and also after a save before then.
         """
         names = tuple(self._names[id(param)] for param in bucket.parameters())
         if self._names_in.setdefault(bucket.index(), names) != names:

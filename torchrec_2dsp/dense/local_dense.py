@@ -37,7 +37,7 @@ class LocalDense(DataParallelWrapper):
     DDP's.
 
     Args:
-        density: share of each parameter's changes that ranks send when they meet, above 0; 1
+        density: the share of each parameter's changes that ranks send when they meet, above 0; 1
             sends all, in float32. Unsent changes are added the next time.
         values: wire format of changes at a density below 1: fp32, bf16, fp16, int8 or int4.
         residual_decay: factor for unsent changes from one meeting to the next, at most 1.
@@ -79,10 +79,10 @@ class LocalDense(DataParallelWrapper):
         self._names: dict[torch.Tensor, str] = {}
         """The dense parameters' names."""
         self._watched: set[torch.Tensor] = set()
-        """Parameters whose gradients are noticed."""
+        """Parameters whose gradients are watched."""
         self._is_apart = False
         self._met: set[torch.Tensor] = set()
-        """Parameters that all ranks have had alike since they last trained apart."""
+        """Parameters that have been equal on all ranks since these last trained apart."""
         self._before_apart: list[Callable[[], None]] = []
         self.total = GradientReport()
         """Everything that this rank has sent so far."""
@@ -113,7 +113,7 @@ class LocalDense(DataParallelWrapper):
     def _after_forward(self, module: torch.nn.Module, *_: Any) -> None:
         """Note that ranks are about to train apart, unless the batch was refused.
 
-        In eval mode they do so only if a backward follows.
+        In eval mode they only do so if a backward follows.
         """
         if module.training and torch.is_grad_enabled():
             self._begin_apart()
@@ -130,7 +130,7 @@ class LocalDense(DataParallelWrapper):
             self._is_apart, self._met = True, set()
 
     def before_apart(self, note: Callable[[], None], params: Iterable[torch.Tensor]) -> None:
-        """Register a callback for whenever ranks are about to train apart, and who calls `mean`.
+        """Register a callback for when ranks are about to train apart, and the caller of `mean`.
 
         All ranks have the same weights then, whatever was loaded since they last met.
         """
@@ -152,7 +152,7 @@ class LocalDense(DataParallelWrapper):
     def mean(
         self, changes: Mapping[torch.Tensor, torch.Tensor]
     ) -> dict[torch.Tensor, torch.Tensor]:
-        """Average all ranks' changes by parameter, or the largest; bitwise equal on all.
+        """Average all ranks' changes by parameter, or their largest; bitwise equal on all ranks.
 
         `DiLoCo` calls it. From then on ranks are together, until the next training forward.
 
@@ -222,7 +222,7 @@ class LocalDense(DataParallelWrapper):
         return self._feedback.square_norm() ** 0.5
 
     def check_together(self) -> None:
-        """Refuse to go on where ranks may have different weights.
+        """Raise if ranks may have different weights.
 
         Raises:
             SyncError: they have trained apart since they last met.
@@ -249,8 +249,8 @@ class LocalDense(DataParallelWrapper):
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over several ranks' summed unsent changes; there may be none."""
-        # Earlier states have them under one name for all parameters together.
+        """Restore several ranks' summed unsent changes; there may be none."""
+        # Earlier states have one entry for all parameters together.
         named = set(self._names.values())
         self._feedback.load_sum(
             [
@@ -293,7 +293,7 @@ class DiLoCo(Optimizer):
     for TorchRec's `SemisyncOptimizer`: see `LocalDense` for an example.
 
     Args:
-        params: the dense part's.
+        params: the dense part's parameters.
         dense: the model's wrapper, over whose ranks changes are averaged.
         lr: rate for the mean change; 1 without momentum averages weights.
         momentum: factor for earlier changes, below 1.
@@ -325,7 +325,7 @@ class DiLoCo(Optimizer):
 
     @torch.no_grad()
     def _note_shared(self) -> None:
-        """Keep the weights that all ranks have, before they train apart."""
+        """Keep the weights that all ranks share, before they train apart."""
         for param in self._params():
             self.state[param]["shared"].copy_(param)
 
@@ -340,10 +340,10 @@ class DiLoCo(Optimizer):
 
         Args:
             local_step: the number of steps.
-            closure: is not called.
+            closure: not called.
 
         Collectives:
-            As in `LocalDense.mean`.
+            `LocalDense.mean`'s.
         """
         changes = self._dense.mean(
             {param: self.state[param]["shared"] - param for param in self._params()}

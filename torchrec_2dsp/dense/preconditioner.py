@@ -20,7 +20,7 @@ class Preconditioner:
     r"""Keeps a rank's moments by parameter and computes updates, for an SGD to apply.
 
     A rank's own gradient varies more than the mean over all :math:`N` ranks, which an optimizer
-    behind DDP sees. So :math:`g^2 / N` counts for its square, as if ranks only differed by noise.
+    behind DDP sees. So :math:`g^2 / N` is used as its square, as if ranks only differed by noise.
     """
 
     def __init__(self, rule: Preconditioning) -> None:
@@ -28,9 +28,9 @@ class Preconditioner:
         self._moments: dict[str, dict[str, Any]] = {}
 
     def update(self, name: str, gradient: torch.Tensor, num_ranks: int) -> torch.Tensor:
-        """Return a parameter's update, flat and in float32, and move its moments.
+        """Return a parameter's update, flat and in float32, and update its moments.
 
-        ``num_ranks`` are those over which an average has still to be taken.
+        ``num_ranks`` are the ranks over which the update will still be averaged.
         """
         gradient = gradient.float()
         first = second = torch.zeros_like(gradient)
@@ -49,7 +49,7 @@ class Preconditioner:
         return update
 
     def level(self, name: str, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Give all ranks the mean moments of those that have some; ``gradient`` tells the size.
+        """Give all ranks the mean of the moments that ranks have; ``gradient`` gives the size.
 
         Collectives:
             An all-reduce of the moments.
@@ -71,7 +71,7 @@ class Preconditioner:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments by name, which later steps replace and don't change."""
+        """Return the moments by name; later steps replace them instead of changing them."""
         return {name: dict(moments) for name, moments in self._moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

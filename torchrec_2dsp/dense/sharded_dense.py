@@ -51,10 +51,10 @@ class FullyShardedDense(DataParallelWrapper):
 
     Args:
         units: modules whose parameters are gathered together, and freed before the next ones',
-            such as a transformer's blocks; without any, all at once.
-        num_copies: copies that the ranks hold: with a copy per host, parameters are
+            such as a transformer's blocks; by default, all at once.
+        num_copies: the number of copies that the ranks hold: with a copy per host, parameters are
             gathered inside hosts, and only gradients travel between them.
-        reshard_after_forward: whether parameters are freed after the forward, and gathered
+        reshard_after_forward: True to free parameters after the forward, and gather them
             again in the backward.
         mixed_precision: as FSDP2's ``mp_policy``.
     """
@@ -130,8 +130,8 @@ class TensorParallelDense(DataParallelWrapper):
     Args:
         plan: torch's style for each module, such as `ColwiseParallel` and `RowwiseParallel`, by
             the module's name in the model, with `*` for any part.
-        tp: ranks that compute a layer together, on one host.
-        num_copies: copies that the ranks hold, as in `FullyShardedDense`: with a copy
+        tp: the number of ranks that compute a layer together, on one host.
+        num_copies: the number of copies that the ranks hold, as in `FullyShardedDense`: with a copy
             per host, only gradients travel between hosts.
 
     Example::
@@ -177,7 +177,7 @@ class TensorParallelDense(DataParallelWrapper):
             )
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         in_groups = ranks.view(self._num_copies, -1, mesh.tp)
-        # FSDP2 wants the axes of shares and of splits in one mesh.
+        # FSDP2 wants the axes for shards and splits in one mesh.
         grid = copies_mesh(in_groups, device.type, ("tp",))
         axes_of_shares = cast(tuple[str, ...], grid.mesh_dim_names)[:-1]
         everyone = copies_mesh(ranks.view(self._num_copies, -1), device.type)
@@ -211,7 +211,7 @@ class TensorParallelDense(DataParallelWrapper):
                 check_units(of_part, "TensorParallelDense", "modules of their own")
 
     def _by_part(self, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, ParallelStyle]]:
-        """Sort the plan by dense part, with the module names inside it."""
+        """Sort the plan by dense part, with module names relative to it."""
         plans = styles_by_part(
             self._plan,
             parts,

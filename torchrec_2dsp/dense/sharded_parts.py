@@ -1,4 +1,4 @@
-"""Parts of the dense model that FSDP2 shards or torch splits: what they may be, and who calls them.
+"""Dense parts that FSDP2 shards or torch splits: which ones are allowed, and who calls them.
 
 A part is sharded unit by unit: a unit's weights are gathered when it is called, and freed after it.
 
@@ -11,7 +11,7 @@ A `JointBatch` runs a split part on several ranks' batches at once:
     rank 1: rows 6 to 9   ---------->  rows 0 to 9   -------->  rows 0 to 9  --> rows 6 to 9
 
 Each rank gives its own rows and gets its own back, so the rest of the model, the tables and the
-loss know nothing of the others.
+loss are independent of the others.
 """
 
 from collections import deque
@@ -60,11 +60,11 @@ class Unit:
     module: nn.Module
 
     members: dict[str, nn.Module] = field(default_factory=dict)
-    """The modules in it, itself included, by name in the model; without those of other units."""
+    """The unit's modules, itself included, by name in the model; without those of other units."""
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters in it."""
+        """The unit's parameters."""
         return [
             param for module in self.members.values() for param in module.parameters(recurse=False)
         ]
@@ -102,7 +102,7 @@ def check_units(units: Sequence[Unit], wrapper: str, separate: str) -> None:
 
 
 def check_callable(units: Iterable[Unit], wrapper: str) -> None:
-    """Refuse units that nobody can call, and parameters whose hooks would be dropped."""
+    """Refuse units that can't be called, and parameters whose hooks would be dropped."""
     for unit in units:
         if not has_forward(unit.module):
             raise ConfigError(
@@ -113,7 +113,7 @@ def check_callable(units: Iterable[Unit], wrapper: str) -> None:
 
 
 def check_shareable(name: str, params: Iterable[nn.Parameter], wrapper: str, separate: str) -> None:
-    """Refuse parameters that FSDP2 can't shard together; ``separate`` says how to part them."""
+    """Refuse parameters that FSDP2 can't shard together; ``separate`` tells how to part them."""
     params = list(params)
     types = sorted({str(param.dtype) for param in params if param.requires_grad})
     if len(types) > 1:
@@ -159,13 +159,13 @@ def check_splittable(
 
 
 class OwnCalls:
-    """Refuses calls of a unit's layers that aren't inside a call of the unit itself.
+    """Refuses calls of a unit's layers outside a call of the unit itself.
 
-    A recomputation in the backward, as of activation checkpoints, is part of the unit's call.
+    A recomputation in the backward, as in activation checkpoints, is part of the unit's call.
 
     Args:
         unit: the unit; its members that hold parameters are its layers.
-        purpose: what happens to a layer's weights or inputs in the unit's own call alone.
+        purpose: what happens to a layer's weights or inputs only in the unit's own call.
     """
 
     def __init__(self, unit: Unit, purpose: str) -> None:
@@ -175,7 +175,7 @@ class OwnCalls:
         unit.module.register_forward_hook(self._end, always_call=True)
         for path, layer in unit.members.items():
             is_layer = any(True for _ in layer.parameters(recurse=False))
-            # A parametrized weight is a call of its own, wherever it is read.
+            # Reading a parametrized weight is itself a call, wherever it happens.
             if is_layer and layer is not unit.module and not isinstance(layer, ParametrizationList):
                 layer.register_forward_pre_hook(partial(self._check, path), prepend=True)
 
@@ -207,7 +207,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     backward, the next forward would miss all changes, and an optimizer would get gathered copies.
     """
     unit = fully_shard(module, mesh=mesh, **options)
-    # Ranks that use other layers of a unit would send other gradients, which FSDP2 would add up.
+    # Ranks that use different layers would send different gradients, which FSDP2 would sum.
     unit.set_reduce_scatter_unused_params(True, recurse=False)
     uncompiled = cast(Any, torch.compiler.disable)
     module.register_forward_pre_hook(uncompiled(_gather_anew), prepend=True)
@@ -228,17 +228,17 @@ def _free_after_evaluation(unit: Any, *_: Any) -> None:
 class JointBatch:
     """Gathers a module's inputs over a group's ranks, and takes this rank's rows back.
 
-    Parameter gradients are the mean over the group's ranks of what each rank's loss would give;
-    input gradients are what this rank's loss gives. In training, random numbers inside the module,
-    such as those of dropout, are the same on all of them.
+    Parameter gradients are the mean, over the group's ranks, of the gradients of each rank's loss;
+    input gradients are those of this rank's loss. In training, random numbers inside the module,
+    such as dropout's, are the same on all of them.
     """
 
     def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._name, self._group = name, group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._calls: list[tuple[list[int], ExitStack]] = []
-        """The ranks' numbers of samples, and what ends with the module's call."""
-        # Before hooks that are there, which see what the module sees.
+        """The ranks' numbers of samples, and the context that ends with the module's call."""
+        # Before existing hooks, which see what the module sees.
         module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -248,10 +248,10 @@ class JointBatch:
         """Gather all arguments.
 
         Raises:
-            TwoDError: on all ranks, if they call it differently, or one with what can't be joined.
+            TwoDError: on all ranks, if calls differ, or an argument can't be joined.
 
         Collectives:
-            An all-gather of sizes and a seed, waited for, two where there are many tensors; then
+            An all-gather of sizes and a seed, waited for, or two if there are many tensors; then
             one all-gather per tensor.
         """
         # TorchRec's tables may not have waited for their outputs yet.
@@ -262,7 +262,7 @@ class JointBatch:
         leaves, call = self._described({**dict(enumerate(args)), **kwargs}, device)
         parts = [tensor for leaf in leaves for tensor in _tensors_of(leaf)]
         sizes = [part.shape[0] for part in parts]
-        # Its length is the same whatever ranks are given.
+        # Its length doesn't depend on the arguments.
         digest, seed = crc32(str(call).encode()), draw_seed() if trains else 0
         message = [digest, seed, *sizes, *[0] * _NUM_SIZES][: 2 + _NUM_SIZES]
         digests, seeds, *by_part = self._of_ranks(message, device)
@@ -281,14 +281,14 @@ class JointBatch:
         context = ExitStack()
         if trains:
             context.enter_context(drawing_from(seeds[0], device))
-        # Of a jagged tensor the lengths count samples, which come after the values.
+        # A jagged tensor's lengths count samples, and come after its values.
         self._calls.append((by_part[isinstance(leaves[0], JaggedTensor)], context))
         return _mapped((args, kwargs), lambda leaf: _with_tensors(leaf, gathered))
 
     def _described(
         self, given: Mapping[Any, Any], device: torch.device
     ) -> tuple[list[Any], str | UnsupportedError]:
-        """Return what is to be joined, and all that must be equal on all ranks, or the error."""
+        """Return the leaves to join, and a text of what must be equal on all ranks, or an error."""
         leaves, words = [], []
         for name, leaf in _leaves(given):
             if _is_leaf(leaf):
@@ -307,7 +307,7 @@ class JointBatch:
         return leaves, f"{', '.join(words)} {state_in_words(device.type)}"
 
     def _of_ranks(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Gather equally many numbers of each rank, by place."""
+        """Gather equally many numbers from each rank, by place."""
         if not numbers:
             return []
         own = torch.tensor(numbers, device=device)
@@ -318,7 +318,7 @@ class JointBatch:
     def _after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Take this rank's rows; in the backward, gather their gradients."""
         if not self._calls:
-            # The call has failed before the module's forward.
+            # The call failed before the module's forward.
             return None
         sizes, call = self._calls.pop()
         call.close()
@@ -336,7 +336,7 @@ class JointBatch:
 
 
 _NUM_SIZES = 30
-"""The sizes in the first message."""
+"""The number of sizes in the first message."""
 
 _JOINED = "a module that TensorParallelDense has split"
 
@@ -375,7 +375,7 @@ class _OwnRows(torch.autograd.Function):
 
 
 def _gather(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather all ranks' rows, one rank after the other."""
+    """Gather all ranks' rows, one rank after another."""
     largest = max(sizes)
     own = rows.contiguous()
     if own.shape[0] < largest:
@@ -396,7 +396,7 @@ def _is_leaf(given: Any) -> bool:
 
 
 def _leaves(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all that is in lists, tuples, dicts and dataclasses, or given without them, by name."""
+    """Yield everything in lists, tuples, dicts and dataclasses, or given outside them, by name."""
     contents = None if _is_leaf(given) else _contents(given)
     if contents is None:
         yield name, given
@@ -406,7 +406,7 @@ def _leaves(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _contents(given: Any) -> list[tuple[Any, Any]] | None:
-    """Return a container's parts by key, place or field; `None` of all else."""
+    """Return a container's parts by key, place or field; `None` for anything else."""
     if isinstance(given, MutableMapping):
         return list(given.items())
     if isinstance(given, list | tuple):
@@ -418,7 +418,7 @@ def _contents(given: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_unknown(given: Any) -> bool:
-    """Return whether something that is no container holds values of a rank's samples."""
+    """Return whether an object that is no container holds values of a rank's samples."""
     if isinstance(given, torch.Tensor):
         return given.is_floating_point()
     if isinstance(given, Iterator | KeyedJaggedTensor):
@@ -446,9 +446,9 @@ def _is_result(given: Any) -> bool:
 def _mapped(
     given: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_leaf
 ) -> Any:
-    """Copy lists, tuples, dicts and dataclasses with other leaves; return others themselves.
+    """Copy lists, tuples, dicts and dataclasses with mapped leaves; return anything else itself.
 
-    A caller may get results through them.
+    A caller may get results through these objects.
     """
     if is_leaf(given):
         return function(given)
@@ -466,7 +466,7 @@ def _mapped(
         if isinstance(mapped, MutableMapping):
             mapped[key] = part
         else:
-            # As its own `__init__` does where it is frozen.
+            # As a frozen dataclass's own `__init__` does.
             object.__setattr__(mapped, key, part)
     return mapped
 
@@ -490,7 +490,7 @@ def _leaf_in_words(leaf: Any) -> str:
 
 
 def _with_tensors(leaf: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Rebuild a leaf with other tensors in place of `_tensors_of`."""
+    """Rebuild a leaf with other tensors in place of `_tensors_of`'s."""
     if isinstance(leaf, torch.Tensor):
         return next(tensors)
     if isinstance(leaf, KeyedTensor):

@@ -15,7 +15,7 @@ ThresholdKind = Literal["exact", "laplace"]
 class Thresholded(nn.Module):
     r"""Keeps each sample's largest elements and zeroes the others, forward and backward.
 
-    With :math:`m_j = 1` for the elements that are kept and 0 for the others,
+    With :math:`m_j = 1` for kept elements and 0 for the others,
 
     .. math::    y_j = m_j x_j, \qquad \partial L / \partial x_j = m_j \, \partial L / \partial y_j
 
@@ -26,15 +26,15 @@ class Thresholded(nn.Module):
     A sample is the input's last dim. NaNs are always kept.
 
     Args:
-        density: share of a sample's elements to keep, above 0 and at most 1.
+        density: the share of a sample's elements to keep, above 0 and at most 1.
         threshold: "exact" keeps ``max(1, ceil(density * d))`` of a sample's ``d`` elements.
-            "laplace" keeps what is above the quantile of a Laplace distribution fitted to the
+            "laplace" keeps elements above the quantile of a Laplace distribution fitted to the
             whole batch, :math:`-\operatorname{mean}|x| \ln(\text{density})`, a pass instead of a
             sort. Evaluation uses this threshold's running mean, ``running_threshold`` in the
             state dict.
 
     Raises:
-        ConfigError: the density is no share, or the threshold unknown.
+        ConfigError: the density is no share, or the threshold is unknown.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class Thresholded(nn.Module):
         self.register_buffer(
             "running_threshold", torch.zeros(()) if threshold == "laplace" else None
         )
-        # Not beside the other fields: TorchScript would make a plain attribute of the buffer.
+        # Not among the other fields: TorchScript would turn the buffer into a plain attribute.
         self.running_threshold: torch.Tensor | None
         """The threshold of "laplace" in evaluation: zero, which keeps everything, before the first
         training batch. `None` with "exact"."""
@@ -93,8 +93,8 @@ class Thresholded(nn.Module):
         return magnitudes.topk(self.num_kept(magnitudes.shape[-1]), dim=-1, sorted=False).indices
 
     def num_kept(self, dim: int) -> int:
-        """Return how many of ``dim`` elements are kept; about as many with "laplace"."""
-        # A product such as 0.07 * 100 is a little above 7, and means 7.
+        """Return how many of ``dim`` elements are kept; approximately as many with "laplace"."""
+        # A product such as 0.07 * 100 is slightly above 7, and means 7.
         return min(dim, max(1, math.ceil(self.density * dim - 1e-6)))
 
     @torch.jit.unused
@@ -102,12 +102,12 @@ class Thresholded(nn.Module):
         """Return a batch's bytes on the wire, in float32.
 
         The forward sends the kept elements and their positions: 16 bits each, or one bit per
-        element of the sample, whichever is shorter. The backward sends elements alone.
+        element of the sample, whichever is shorter. The backward only sends elements.
 
         Args:
             num_samples: the batch size.
-            dim: elements per sample.
-            backward: whether gradients travel.
+            dim: the number of elements per sample.
+            backward: True if gradients travel.
         """
         num_kept = self.num_kept(dim)
         places = 0 if backward or num_kept == dim else place_bytes(num_kept, dim)
@@ -120,18 +120,18 @@ class Thresholded(nn.Module):
         return activations.gather(-1, places), places
 
     def extra_repr(self) -> str:
-        """Return the arguments, for the module's text."""
+        """Return the arguments for the module's ``repr``."""
         return f"density={self.density}, threshold={self.threshold!r}"
 
     def _fitted(self, magnitudes: torch.Tensor, running_threshold: torch.Tensor) -> torch.Tensor:
         """Fit the batch's threshold, and update the running one."""
-        # A number that isn't finite would make the threshold so, and stay in the running mean.
+        # A number that isn't finite would spread to the threshold, and stay in the running mean.
         is_finite = magnitudes.isfinite()
         num_finite = is_finite.sum()
         # Divided first, because a sum of large numbers may overflow.
         parts = torch.where(is_finite, magnitudes.float(), 0.0) / num_finite.clamp(min=1)
         fitted = parts.sum() * -math.log(self.density)
-        # The first threshold is taken whole; a batch without numbers says nothing.
+        # The first threshold is taken whole; a batch without finite numbers changes nothing.
         moved = running_threshold + self.update_share * (fitted - running_threshold)
         moved = torch.where(running_threshold > 0, moved, fitted)
         running_threshold.copy_(torch.where(num_finite > 0, moved, running_threshold))
@@ -139,8 +139,8 @@ class Thresholded(nn.Module):
 
 
 def place_bytes(num_kept: int, dim: int) -> int:
-    """Return the bytes that say where a sample's kept elements are.
+    """Return the bytes for the places of a sample's kept elements.
 
-    Samples with more elements than 16 bits can tell apart have places of 32.
+    Samples with more elements than 16 bits can address have 32-bit places.
     """
     return min(num_kept * (2 if dim <= 2**16 else 4), (dim + 7) // 8)

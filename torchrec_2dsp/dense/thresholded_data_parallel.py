@@ -23,20 +23,20 @@ _AUTO = "auto"
 class ThresholdedDataParallel(HookedDDP):
     """Runs the dense part in DDP and sends its largest gradient elements.
 
-    What isn't sent stays in a *residual* and is added to the next step's gradients: nothing is
+    Unsent elements stay in a *residual* and are added to the next step's gradients: nothing is
     lost, but it comes late. Weights stay equal on all ranks, bit for bit. Training isn't exact:
     compare its quality with DDP's.
 
     Args:
-        density: share of each parameter's elements that a step sends, above 0; 1 sends all, by
+        density: the share of each parameter's elements that a step sends, above 0; 1 sends all, by
             DDP's own arithmetic.
-        warm_up: first steps that are dense.
+        warm_up: the number of first steps that are dense.
         values: wire format of the elements: fp32, bf16, fp16, int8 or int4.
-        refresh: interval in steps at which thresholds are measured. 1 sends about the share
-            asked for, more often sends less.
+        refresh: the number of steps between measurements of thresholds. With 1, a step sends about
+            the requested share, with more it often sends less.
         exact_thresholds: measure thresholds with all elements rather than a sample.
         preconditioner: "adagrad" or "adam" lets each rank compute its update first, so that updates
-            are what is sent and left; let `torch.optim.SGD` apply them. "none" sends gradients.
+            are sent and kept instead; let `torch.optim.SGD` apply them. "none" sends gradients.
         dense_below: parameters with fewer elements are sent whole.
         route: "gather", "owners", "dense", or "auto" for the one that sends least.
         bucket_cap_mb: DDP's bucket size.
@@ -111,7 +111,7 @@ class ThresholdedDataParallel(HookedDDP):
         everyone: dist.ProcessGroup,
         device: torch.device,
     ) -> ThresholdedGradients:
-        """Return what adds up the gradients of parameters that ``copies`` have, without DDP."""
+        """Return the object that sums gradients of parameters that ``copies`` have, without DDP."""
         self._has_model = True
         self._gradients = ThresholdedGradients(self.settings, names, copies, everyone, device)
         return self._gradients
@@ -142,10 +142,10 @@ class ThresholdedDataParallel(HookedDDP):
         return self._gradients.residual_norm() if self._gradients else 0.0
 
     def flush(self) -> None:
-        """Let the next step be dense, residuals included.
+        """Make the next step dense, residuals included.
 
         If a rank calls it, all ranks do so. Afterwards no residual is left: for a checkpoint
-        without a `TrainState`, or for the end of the training.
+        without a `TrainState`, or for the end of training.
         """
         if self._gradients:
             self._gradients.flush()
@@ -159,6 +159,6 @@ class ThresholdedDataParallel(HookedDDP):
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over several ranks' summed residuals; there may be none."""
+        """Restore several ranks' summed residuals; there may be none."""
         if self._gradients:
             self._gradients.load_rank_states([state for state in states if state])

@@ -1,6 +1,6 @@
 """`ThresholdedGradients`: sends the largest gradient elements, in a DDP hook or over pipelines.
 
-For each bucket: ranks agree that gradients are finite and on their step; then residuals are added,
+For each bucket, ranks agree that gradients are finite and on their step; then residuals are added,
 the largest elements chosen, encoded and summed over the ranks, and the rest stays in the residuals.
 """
 
@@ -40,7 +40,7 @@ class Part:
     start: int
     size: int
     capacity: int
-    """Number of elements that may be sent; 0 sends the parameter whole."""
+    """The number of elements that may be sent; 0 sends the parameter whole."""
 
     @property
     def place(self) -> slice:
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket's parameters, in its order."""
+    """A bucket's parameters, in order."""
 
     parts: tuple[Part, ...]
 
@@ -94,7 +94,7 @@ class ThresholdSettings:
     values: FlatCodec
     rule: ThresholdRule
     route: GradientRoute | None
-    """`None` for the route that sends least."""
+    """The route; `None` for the one that sends least."""
 
     preconditioner: Preconditioning = Preconditioning.NONE
 
@@ -110,7 +110,7 @@ class ThresholdedGradients:
         everyone: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Prepare to add up gradients over ``group``; ``everyone`` agrees on steps and errors.
+        """Prepare to sum gradients over ``group``; ``everyone`` agrees on steps and errors.
 
         ``device`` is the groups', for a rank without parameters.
         """
@@ -129,14 +129,14 @@ class ThresholdedGradients:
         self.total = GradientReport()
 
     def flush(self) -> None:
-        """Let the next step be dense, residuals included."""
+        """Make the next step dense, residuals included."""
         self._is_flush_due = True
 
     def begin_batch(self, *, is_first: bool) -> None:
         """Prepare for a training batch's backward.
 
-        DDP reduces after each batch that `accumulate` gives in the first step. These are one step,
-        which is dense as a whole, or not.
+        DDP reduces after each batch that `accumulate` yields in the first step. They form one step,
+        which is dense as a whole, or not at all.
         """
         if is_first:
             self._has_reduced = False
@@ -157,9 +157,9 @@ class ThresholdedGradients:
         DDP calls it.
 
         Collectives:
-            One 32-byte all-reduce, waited for; then an all-reduce of the bucket, or those of
-            the route and an all-reduce of whole parameters, not waited for. In the first step on
-            another number of ranks than at the save, also one for each preconditioned parameter.
+            One 32-byte all-reduce, waited for; then an all-reduce of the bucket, or the route's
+            and an all-reduce of whole parameters, not waited for. In the first step on
+            another number of ranks than at the save, also one per preconditioned parameter.
         """
         layout, unused = self._layout(bucket.parameters()), UnusedParameters(bucket)
         means = self._mean(layout, bucket.buffer(), is_last=bucket.is_last())
@@ -171,7 +171,7 @@ class ThresholdedGradients:
         """Return the means of a batch's gradients over the ranks, without DDP.
 
         Collectives:
-            As in `reduce`, waited for.
+            `reduce`'s, waited for.
         """
         self.begin_batch(is_first=not have_gradients(params))
         parts = [gradient.reshape(-1).float() for gradient in gradients]
@@ -296,10 +296,10 @@ class ThresholdedGradients:
     def _reduce_entries(
         self, buffer: torch.Tensor, layout: BucketLayout, size: BucketSize, route: GradientRoute
     ) -> tuple[TensorFuture, int]:
-        """Sum the largest elements; also return how many this rank chose."""
+        """Sum the largest elements; also return the number that this rank chose."""
         entries = self._choose(buffer, layout)
         whole = torch.cat([buffer.new_empty(0), *(buffer[part.place] for part in layout.whole)])
-        # The gradients have been added to the residuals, so their room is free for the sum.
+        # The gradients have been added to the residuals, so their memory is free for the sum.
         total = buffer if buffer.dtype is torch.float32 else buffer.float()
         if route is GradientRoute.OWNERS:
             started = owners_sum(entries, total, size.owner_codec, self._group)
@@ -356,14 +356,14 @@ class ThresholdedGradients:
         }
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over several ranks' summed residuals, and moments.
+        """Restore several ranks' summed residuals, and moments.
 
         On another number of ranks than at the save, thresholds are measured again. A rank without
         states learns the step from the others.
         """
         is_same = len(states) == 1 and states[0]["num_ranks"] == self._num_ranks
         self._step = max((state["step"] for state in states), default=0)
-        # Each rank's gradients count for one in so many, of which there are others now.
+        # Each rank's gradients are divided by the number of ranks, which has changed.
         self._feedback.load_sum(
             [
                 {
@@ -373,7 +373,7 @@ class ThresholdedGradients:
                 for state in states
             ]
         )
-        # Of several states' moments one is enough: ranks share the mean of those they have.
+        # One of several states' moments suffices: ranks share the mean of those they have.
         self._preconditioner.load_state_dict(states[0].get("moments", {}) if states else {})
         is_preconditioned = self._settings.preconditioner is not Preconditioning.NONE
         self._is_levelling = is_preconditioned and not is_same

@@ -1,8 +1,8 @@
-"""A pipeline for the dense part: ranks that run layers one after the other.
+"""A pipeline for the dense part: ranks that run layers one after another.
 
 In data order: a `LayerStack` is cut into stages (`layer_stack`, `cut_stack`); a `Schedule` orders
 their work; `links` sends samples to the stages and results back; `engine` runs a rank's stages;
-`pipeline` is what a model calls; `held_layers` adds up weight gradients over pipelines;
+`pipeline` is what a model calls; `held_layers` sums weight gradients over pipelines;
 `moving_layers` cuts anew; `pipelined_dense` is the wrapper. Two ranks, whose batches are split into
 two micro-batches together:
 
@@ -10,5 +10,5 @@ two micro-batches together:
     rank 0: samples 0 to 5   --inputs-->          rank 0: 0 to 4  -->  rank 1: 0 to 4
     rank 1: samples 6 to 9   --inputs-->          rank 0: 5 to 9  -->  rank 1: 5 to 9
                                                         <--gradients--
-    losses and input gradients go back to the rank that gave the samples
+    losses and input gradients go back to the samples' ranks
 """

@@ -1,8 +1,8 @@
-"""What goes from a stage to the next: whole activations, or the elements that `Thresholded` keeps.
+"""Messages between stages: whole activations, or only the elements that `Thresholded` keeps.
 
     [7, 0, 0, -9, 0, 1, 0, 0]  --kept-->  values [7, -9, 1], places [0, 3, 5]
 
-Gradients go back for the kept elements alone, whose places both ends know from the forward.
+Gradients go back only for the kept elements, whose places both ends know from the forward.
 """
 
 import math
@@ -25,7 +25,7 @@ class TensorKind:
     dtype: torch.dtype
 
     whole_dim: int = 0
-    """The last dim of the activations of which these are the kept elements; 0 if they are whole."""
+    """The last dim of the activations whose kept elements these are; 0 if they are whole."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, whole_dim: int = 0) -> "TensorKind":
@@ -44,7 +44,7 @@ class TensorKind:
 
     @classmethod
     def empty_header(cls, device: torch.device) -> torch.Tensor:
-        """Return a tensor into which another rank's header is received."""
+        """Return a tensor for receiving another rank's header."""
         return torch.empty(_HEADER_SIZE, dtype=torch.int64, device=device)
 
     @classmethod
@@ -54,7 +54,7 @@ class TensorKind:
         return cls(tuple(sizes[:num_dims]), _DTYPES[dtype], whole_dim)
 
     def on_wire(self, wire: torch.dtype | None, *, is_gradient: bool) -> "TensorKind":
-        """Return the kind of the message that carries it; kept elements and places are bytes."""
+        """Return the kind of its message; kept elements and places are bytes."""
         dtype = wire or self.dtype
         if is_gradient or not self.whole_dim:
             return TensorKind(self.shape, dtype)
@@ -67,10 +67,10 @@ class Activations(NamedTuple):
     """A micro-batch's activations between two stages."""
 
     values: torch.Tensor
-    """All elements, or those that are kept."""
+    """All elements, or only those that are kept."""
 
     places: torch.Tensor | None = None
-    """The places of the kept elements in the last dim, ascending; `None` if all are there."""
+    """The kept elements' places in the last dim, ascending; `None` if all are there."""
 
     whole_dim: int = 0
     """The last dim, if elements are missing."""
@@ -81,7 +81,7 @@ class Activations(NamedTuple):
         return TensorKind.of(self.values, self.whole_dim)
 
     def leaf(self, *, needs_gradient: bool) -> "Activations":
-        """Return the same with detached values, of which there may be a gradient."""
+        """Return the same activations with detached values, which may get a gradient."""
         return self._replace(values=self.values.detach().requires_grad_(needs_gradient))
 
     def whole(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Activations(NamedTuple):
         return zeros.scatter(-1, self.places, self.values)
 
     def message(self, wire: torch.dtype | None) -> torch.Tensor:
-        """Return what travels: values, or a row of bytes for each sample."""
+        """Return the message: values, or a row of bytes for each sample."""
         values = self.values.detach().to(wire or self.values.dtype)
         if self.places is None:
             return values
@@ -132,7 +132,7 @@ def _decoded_places(encoded: torch.Tensor, shape: tuple[int, ...], whole_dim: in
 
 
 def _are_bits(num_kept: int, whole_dim: int) -> bool:
-    """Return whether each place has a bit, and not each kept element a number."""
+    """Return whether each place has a bit, instead of each kept element a number."""
     return place_bytes(num_kept, whole_dim) < num_kept * _place_dtype(whole_dim).itemsize
 
 

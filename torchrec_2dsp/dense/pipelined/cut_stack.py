@@ -44,7 +44,7 @@ class PipelineTimes:
     """The schedule's time."""
 
     num_ranks: int
-    """Number of ranks that work in parallel."""
+    """The number of ranks that work in parallel."""
 
     @property
     def bubble(self) -> float:
@@ -55,7 +55,7 @@ class PipelineTimes:
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage's time relative to the mean; 1 where cuts are right."""
+        """The slowest stage's time relative to the mean; 1 if cuts are optimal."""
         mean = sum(self.seconds_of_stage) / len(self.seconds_of_stage)
         return max(self.seconds_of_stage) / mean if mean else 1.0
 
@@ -68,7 +68,7 @@ def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> Pip
     """
     gathered: list[BusyTime] = [busy] * dist.get_world_size(groups.everyone)
     dist.all_gather_object(gathered, busy, group=groups.everyone)
-    # All ranks of a stage count, those that compute it together as well.
+    # All ranks of a stage count, including those that compute it together.
     num_each = groups.mesh.dp * groups.mesh.tp
     seconds = [
         sum(times.seconds_of_stage.get(stage, 0.0) / max(1, times.num_steps) for times in gathered)
@@ -103,7 +103,7 @@ def _slowest(seconds: Sequence[float], cuts: Sequence[int]) -> float:
 
 
 class CutStack:
-    """Runs a stack by the layers that its ranks hold, and moves layers when it is cut anew."""
+    """Runs a stack by the layers that its ranks hold, and moves layers when it is recut."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class CutStack:
         parallelize_module(self._stack, mesh, held)
 
     def better_cuts(self, least_gain: float) -> tuple[int, ...]:
-        """Return the cuts that layer times call for, or the current ones.
+        """Return better cuts for the measured layer times, or the current ones.
 
         Collectives:
             An object all-gather.
@@ -190,10 +190,10 @@ class CutStack:
         """Check cuts and pack the layers that would leave this rank; nothing moves yet.
 
         Returns:
-            A function that moves the layers, and says whether there are any.
+            A function that moves the layers, and returns whether there are any.
 
         Collectives:
-            Those of the function that is returned, as in `move_layers`.
+            The returned function's, as in `move_layers`.
         """
         num_layers = len(self._stack.layers)
         checked_cuts = check_cuts(cuts, num_layers, self._schedule.num_stages)
@@ -209,14 +209,14 @@ class CutStack:
             """Move layers and build a new pipeline; return whether any layer has moved."""
             move_layers(self._stack, moves, packed, optimizer, self._groups)
             self._layers = layers
-            # With the pipeline its clocks begin anew: the next cuts are chosen by new times.
+            # The new pipeline's clocks start anew: the next cuts are chosen by new times.
             self._build_pipeline()
             return bool(moves)
 
         return recut
 
     def _layer_seconds(self) -> dict[int, float]:
-        """Return a batch's time in each layer of this rank, by layer number.
+        """Return a batch's time in each of this rank's layers, by layer number.
 
         Only forwards are timed layer by layer; a stage's whole time is divided in proportion.
         """

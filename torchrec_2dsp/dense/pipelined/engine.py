@@ -35,9 +35,9 @@ class _Graph:
 
 
 class LayerStage:
-    """Runs a stage's layers on one micro-batch after the other, forward and backward.
+    """Runs a stage's layers on one micro-batch after another, forward and backward.
 
-    Weight gradients add up in the parameters' ``grad``, without running hooks on them.
+    Weight gradients accumulate in the parameters' ``grad``, without running hooks on them.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class LayerStage:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The trained parameters, as the modules have them now."""
+        """The trained parameters that the modules have now."""
         return [param for param in self.modules.parameters() if param.requires_grad]
 
     @property
     def is_trained(self) -> bool:
-        """True if a layer in training mode has parameters that are trained."""
+        """True if a layer in training mode has trained parameters."""
         return any(
             layer.training and any(param.requires_grad for param in layer.parameters())
             for layer in self.layers
@@ -79,10 +79,10 @@ class LayerStage:
         *,
         drops: bool = False,
     ) -> Activations:
-        """Run a micro-batch; keep its graph where gradients are enabled.
+        """Run a micro-batch; keep its graph if gradients are enabled.
 
-        The last stage's loss takes ``targets``. With ``drops`` the activations lack what a
-        `Thresholded` at the end of the stage zeroes.
+        The last stage's loss takes ``targets``. With ``drops`` the activations lack elements that
+        a `Thresholded` at the end of the stage zeroes.
         """
         output, places, whole_dim = given.whole(), None, 0
         if output.requires_grad and output.is_leaf and _begins_in_place(self.layers[0]):
@@ -123,11 +123,11 @@ class LayerStage:
         return Activations(output.detach(), places, whole_dim)
 
     def backward(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Return input and target gradients; add up weight gradients."""
+        """Return input and target gradients; accumulate weight gradients."""
         return self._whole_backward(self._graphs.pop(micro_batch), gradient)
 
     def input_gradient(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Return input and target gradients alone; `weight_gradient` follows."""
+        """Return only input and target gradients; `weight_gradient` follows."""
         graph = self._graphs[micro_batch]
         if not graph.leaves or not graph.output.requires_grad:
             return self._whole_backward(graph, gradient)
@@ -135,7 +135,7 @@ class LayerStage:
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in graph.leaves]
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """Add up the weight gradients, after `input_gradient`."""
+        """Accumulate the weight gradients, after `input_gradient`."""
         graph = self._graphs.pop(micro_batch)
         if graph.rest is not None:
             weight_gradients(self.params, graph.rest)
@@ -162,7 +162,7 @@ class LayerStage:
 
 
 def _begins_in_place(layer: nn.Module) -> bool:
-    """Return whether the first module of a layer writes into its input, such as a ReLU."""
+    """Return whether a layer's first module writes into its input, such as a ReLU."""
     first = next(module for module in layer.modules() if not any(True for _ in module.children()))
     return bool(getattr(first, "inplace", False))
 
@@ -227,7 +227,7 @@ class BusyTime:
     """A rank's busy time, and its schedules' time."""
 
     num_steps: int = 0
-    """Number of trained batches."""
+    """The number of trained batches."""
 
     total_seconds: float = 0.0
     """The schedules' time, from the first piece of work to the last message."""
@@ -253,7 +253,7 @@ class Engine:
         """Work through the schedule.
 
         Collectives:
-            A send and a receive for each activation, and each gradient in training, that goes from
+            A send and a receive for each activation, and in training each gradient, that goes from
             a stage to another rank.
         """
         run = _Run(self, batch, kinds, trains=trains)
@@ -284,7 +284,7 @@ class _Run:
         self._schedule = engine.schedule
         self.order = engine.schedule.work if trains else engine.schedule.forwards
         self.computed = Computed()
-        # What one stage of this rank hands to another one: activations, then gradients.
+        # Activations, then gradients, passed between this rank's own stages.
         self._own: tuple[dict[_Key, torch.Tensor], dict[_Key, torch.Tensor]] = ({}, {})
         starts = accumulate(batch.sizes, initial=0)
         self._rows = [slice(start, end) for start, end in pairwise(starts)]
@@ -315,7 +315,7 @@ class _Run:
         return work.kind is WorkKind.FORWARD and work.stage < self._schedule.num_stages - 1
 
     def _receiver(self, work: Work) -> int:
-        """Return the waiting rank's position."""
+        """Return the position of the rank that waits for the result."""
         step = 1 if work.kind is WorkKind.FORWARD else -1
         return self._schedule.rank_of(work.stage + step)
 
@@ -324,7 +324,7 @@ class _Run:
         return boundary, work.micro_batch
 
     def do(self, work: Work) -> None:
-        """Work, and send the result."""
+        """Do a piece of work, and send the result."""
         stage = self._engine.stages[work.stage]
         if work.kind is WorkKind.FORWARD:
             self._do_forward(work, stage)
@@ -367,7 +367,7 @@ class _Run:
         else:
             gradient = self._gradient((work.stage + 1, number))
         backward = stage.backward if work.kind is WorkKind.BACKWARD else stage.input_gradient
-        # A caller's autocast is for the forward.
+        # A caller's autocast only applies to the forward.
         with torch.autocast(self._groups.device.type, enabled=False):
             gradients = self._timed(work, lambda: backward(number, gradient))
         if work.stage == 0:
@@ -393,7 +393,7 @@ class _Run:
         return Activations.from_message(message, self._kinds[key[0]], self._engine.wire)
 
     def _gradient(self, key: _Key) -> torch.Tensor:
-        """Return the gradient of the activations that a stage has given."""
+        """Return the gradient of the activations that a stage has produced."""
         if key in self._own[True]:
             return self._own[True].pop(key)
         message = self._inboxes[self._schedule.rank_of(key[0]), True].take(key)

@@ -33,11 +33,11 @@ class HeldLayers(ABC):
     ) -> None:
         self._stages, self._groups = list(stages), groups
         self._num_equal = num_equal
-        """Number of pipelines that hold the same parameters."""
+        """The number of pipelines that hold the same parameters."""
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The trained parameters, as this rank holds them now: in `whole`, those of its stages."""
+        """The trained parameters that this rank holds now: inside `whole`, those of its stages."""
         return [param for stage in self._stages for param in stage.params]
 
     @abstractmethod
@@ -46,10 +46,10 @@ class HeldLayers(ABC):
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """Enter `whole` without gradients; yield a list that gets those computed in it.
+        """Enter `whole` without gradients; yield a list that receives the gradients computed in it.
 
-        Of a parameter that the batch hasn't used, it gets zeros. Its last tensor, on the CPU, is
-        True for the others.
+        It receives zeros for parameters that the batch hasn't used. Its last tensor, on the CPU, is
+        True for the other parameters.
         """
         computed: list[torch.Tensor] = []
         with self.whole():
@@ -67,14 +67,14 @@ class HeldLayers(ABC):
                     param.grad = gradient
 
     def _set_aside(self, gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-        """Return the part of a gradient that `add_mean` gets."""
+        """Return the part of a gradient that `add_mean` receives."""
         return gradient
 
     @abstractmethod
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         """Add the mean over all pipelines, times ``factor``, to the gradients held here.
 
-        A parameter that no pipeline has used gets none, as in one process.
+        A parameter that no pipeline has used gets no gradient, as in one process.
         """
 
     def broadcast_buffers(self) -> None:
@@ -94,8 +94,8 @@ class HeldLayers(ABC):
     def square_norm(self) -> torch.Tensor:
         """Return this rank's part of all gradients' squared norm.
 
-        Each pipeline with equal parameters counts its share, and so does each tensor-parallel rank
-        of what isn't split.
+        Each pipeline with equal parameters counts its share, as does each tensor-parallel rank
+        for parameters that aren't split.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for param in self.params:
@@ -106,7 +106,7 @@ class HeldLayers(ABC):
 
 
 def square_sum(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's squared norm, which counts real and imaginary parts."""
+    """Return a gradient's squared norm, over real and imaginary parts."""
     return gradient.abs().double().square().sum()
 
 
@@ -163,7 +163,7 @@ class CopiedLayers(HeldLayers):
         """Add the mean over the copies, times ``factor``, to the parameters' gradients.
 
         Collectives:
-            An all-reduce per data type, waited for; or those of `ThresholdedGradients.means`.
+            An all-reduce per data type, waited for; or `ThresholdedGradients.means`'.
         """
         *gradients, is_used = gradients
         local = [
@@ -195,7 +195,7 @@ class _Shares(nn.Module):
     """Holds a stage's modules, whose parameters FSDP2 gathers and frees on demand.
 
     FSDP2 would gather in a module's forward, and reduce in each backward. A stage runs its layers
-    many times per batch, so these aren't wrapped, and nobody calls this module.
+    many times per batch, so they aren't wrapped, and nobody calls this module.
     """
 
     def __init__(self, content: nn.Module) -> None:
@@ -311,7 +311,7 @@ def _anywhere(is_used: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
 def _add_used_(
     params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor], is_used: torch.Tensor
 ) -> None:
-    """Add gradients to parameters that are used, in place; to all where nobody had samples."""
+    """Add gradients to used parameters, in place; to all parameters if nobody had samples."""
     is_idle = not is_used.any()
     for param, gradient, has_gradient in zip(params, gradients, is_used.tolist(), strict=True):
         if has_gradient or is_idle:

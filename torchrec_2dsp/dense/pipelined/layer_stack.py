@@ -17,7 +17,7 @@ from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 class LayerStack(nn.Module):
     """A dense part that can be cut between any two of its layers.
 
-    Each layer takes the previous layer's tensor; the first dimension is the batch everywhere. The
+    Each layer takes the previous layer's tensor; the first dim is the batch everywhere. The
     loss is part of the stack, so that a runner such as `PipelinedDense` can begin some samples'
     backward before other samples' forward.
 
@@ -49,7 +49,7 @@ class LayerStack(nn.Module):
         """Return the samples' losses; without targets, the last layer's output.
 
         Args:
-            inputs: the first layer's.
+            inputs: the first layer's input.
             targets: the loss's other arguments; they may need gradients, such as the vectors of
                 candidate items.
         """
@@ -73,11 +73,11 @@ class LayerStack(nn.Module):
     def keep_layers(
         self, numbers: Iterable[int], *, keeps_loss: bool, run: Callable[..., torch.Tensor]
     ) -> None:
-        """Drop the layers that other ranks hold; the others keep their names.
+        """Drop the layers that other ranks hold; the remaining ones keep their names.
 
         Args:
             numbers: the layers to keep.
-            keeps_loss: whether the loss stays.
+            keeps_loss: True to keep the loss.
             run: called by `forward` from now on, with the inputs and targets.
         """
         if self._run is not None:
@@ -92,7 +92,7 @@ class LayerStack(nn.Module):
 
 
 class LayerElsewhere(nn.Module):
-    """A placeholder for a layer on another rank, so that others keep their names."""
+    """A placeholder for a layer on another rank, so that other layers keep their names."""
 
     def forward(self, *_: torch.Tensor) -> torch.Tensor:
         """Raise an error: the layer can't run here."""
@@ -106,10 +106,10 @@ class LayerTime:
     """One layer's times for a micro-batch."""
 
     forward_seconds: float
-    """With the loss for the last layer."""
+    """The forward's time, with the loss for the last layer."""
 
     backward_seconds: float
-    """With the weight gradients."""
+    """The backward's time, with the weight gradients."""
 
     output_bytes: int
 
@@ -123,7 +123,7 @@ def measure_layers(
 ) -> tuple[LayerTime, ...]:
     """Measure each layer of an uncut stack, forward and backward, on a micro-batch.
 
-    The shortest of several times counts, after a warm-up. Parameter gradients are left alone;
+    The shortest of several times counts, after a warm-up. Parameter gradients stay unchanged;
     buffers change as in training.
     """
     if num_repeats < 1:
@@ -202,10 +202,10 @@ class MeasuredCuts:
     """A micro-batch's targets."""
 
     seconds_per_byte: float = 0.0
-    """The time that a byte takes from one stage to the next."""
+    """A byte's time from one stage to the next."""
 
     num_repeats: int = 5
-    """Number of measurements per layer; the shortest time counts."""
+    """The number of measurements per layer; the shortest time counts."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class StageLayers:
     """A stage's layers."""
 
     name: str
-    """The name in error texts."""
+    """The name used in error texts."""
 
     numbers: range
     """The layers' numbers in their `LayerStack`."""

@@ -30,7 +30,7 @@ from torchrec_2dsp.mesh import DenseMesh
 class PipelineGroups:
     """The process groups of this rank's pipeline, and of the ranks that hold the same layers.
 
-    Collectives:
+    Building it creates process groups, so all ranks must build it, in the same order relative to
         Building it creates process groups, so all ranks must do it, in the same order relative to
         other group creations.
     """
@@ -40,20 +40,20 @@ class PipelineGroups:
         self._ranks = dist.get_process_group_ranks(everyone)
         _, self.rank = mesh.place_of(dist.get_rank(everyone))
         self.position, self.tp_rank = divmod(self.rank, mesh.tp)
-        # Activations and gradients travel in groups of their own, in which messages of one rank
+        # Activations and gradients travel in separate groups, in which one rank's messages
         # for another have one order, and which can be broken without losing the third group.
         self.agreements = self._new("pipeline_agreements", mesh.pipelines())
         """For agreements on inputs and errors."""
         self.forward = self._new("pipeline_forward", mesh.pipelines())
-        """For what goes from the first stage towards the last."""
+        """For messages from the first stage towards the last."""
         self.backward = self._new("pipeline_backward", mesh.pipelines())
-        """For what goes back."""
+        """For messages back."""
         self.copies = self._new("pipeline_copies", mesh.copies())
         """The ranks that hold the same part of the same layers."""
 
     @property
     def size(self) -> int:
-        """The pipeline's number of ranks."""
+        """The number of ranks in the pipeline."""
         return self.mesh.pipeline_size
 
     def rank_at(self, position: int) -> int:
@@ -68,7 +68,7 @@ class PipelineGroups:
         """Build a mesh of all ranks by pipeline, position and tensor-parallel rank.
 
         The axis "copy" has the ranks that hold the same part of the same layers; the axis "tp"
-        those that compute this rank's layers together.
+        has those that compute this rank's layers together.
 
         Collectives:
             Creates process groups.
@@ -142,16 +142,16 @@ class Links:
         self._sent.clear()
 
     def close(self) -> None:
-        """Break all connections, so that ranks which wait for this one fail at once.
+        """Break all connections, so that ranks waiting for this one fail immediately.
 
-        A gloo receive that times out does that. Tensors in flight are kept alive.
+        A gloo receive that times out does this. Tensors in flight are kept alive.
         """
         rank = dist.get_rank(self._group)
         nothing = torch.zeros(1, device=self._device)
-        # One timeout breaks all connections, but one that is broken already fails without it.
+        # One timeout breaks all connections, but an already broken one fails without it.
         for peer in range(dist.get_world_size(self._group)):
             if peer != rank:
-                # By a tag that nobody sends: a message on its way must not end the wait.
+                # With a tag that nobody sends: a message in flight must not end the wait.
                 with suppress(RuntimeError):
                     work = dist.irecv(nothing, group=self._group, group_src=peer, tag=_UNUSED_TAG)
                     if work is not None:
@@ -200,7 +200,7 @@ class Inbox:
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs and targets of a `LayerStack` call on one rank, described."""
+    """A description of a `LayerStack` call's inputs and targets on one rank."""
 
     num_samples: int
     kinds: tuple[TensorKind, ...]
@@ -211,16 +211,16 @@ class Given:
     """True if gradients are enabled."""
 
     call: str | InputError
-    """Everything that must be equal on all ranks of a pipeline in words, or why it can't run."""
+    """A text of everything that must be equal on all ranks of a pipeline, or why it can't run."""
 
     trains_layers: bool = False
-    """True if this rank has layers in training mode, with parameters that are trained."""
+    """True if this rank has layers in training mode with trained parameters."""
 
     seed: int = 0
-    """In training, the seed of the layers' random numbers, of which the first rank's counts."""
+    """In training, the seed of the layers' random numbers; the first rank's counts."""
 
     is_checkpointed: bool = False
-    """True if a checkpoint around the call would run it again in the backward."""
+    """True if a checkpoint around the call would rerun it in the backward."""
 
     @classmethod
     def of(
@@ -276,11 +276,11 @@ class GivenTogether:
 
     @property
     def first(self) -> Given:
-        """The first rank's call, which equals the others' but for its size."""
+        """The first rank's call, which equals the others' except for its size."""
         return self.ranks[0]
 
     def rows_of(self, rank: int) -> slice:
-        """Return a rank's rows among those of all."""
+        """Return a rank's rows among all ranks' rows."""
         start = sum(self.sizes[:rank])
         return slice(start, start + self.sizes[rank])
 
@@ -289,8 +289,8 @@ def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
     """Exchange descriptions with the pipeline's other ranks.
 
     Raises:
-        InputError: on all ranks, if batches don't fit together, or a tensor has no batch dimension.
-        UnsupportedError: on all ranks, if gradients of outputs would be needed, or a checkpoint is
+        InputError: on all ranks, if batches don't fit together, or a tensor has no batch dim.
+        UnsupportedError: on all ranks, if outputs' gradients would be needed, or a checkpoint is
             around the call.
 
     Collectives:
@@ -360,7 +360,7 @@ def send_back(
     """Give each rank its own rows of a result at a position; return them and the result's kind.
 
     Collectives:
-        Each rank's rows sent to it, after their kind where it is `None` as yet.
+        Each rank's rows sent to it, after their kind if it is still `None`.
     """
     source = groups.rank_at(position)
     if groups.rank != source:

@@ -1,4 +1,4 @@
-"""`move_layers`: layers change ranks, together with their optimizer state."""
+"""`move_layers`: move layers between ranks, together with their optimizer state."""
 
 import io
 import pickle
@@ -53,7 +53,7 @@ def moves_between(
 
 @dataclass(frozen=True)
 class _PackedLayer:
-    """A layer as it travels, with each parameter's place in the optimizer."""
+    """A layer packed for sending, with each parameter's place in the optimizer."""
 
     layer: nn.Module
     groups: list[int | None]
@@ -102,8 +102,8 @@ def move_layers(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose parameters can't change."""
-    # It makes its dict of parameters anew each time.
+    """Refuse an optimizer whose parameters can't be changed."""
+    # It rebuilds its dict of parameters each time.
     if isinstance(optimizer, CombinedOptimizer):
         raise UnsupportedError(
             "recut can't change the parameters of a CombinedOptimizer; give it the "
@@ -132,7 +132,7 @@ def packed_layer(
                 f"layer {number} of {name!r} shares a parameter with another layer, so it can't be "
                 "moved; save a checkpoint, choose other cuts, and load it"
             )
-    # Gradients of zeros are those that `zero_grad(set_to_none=False)` leaves.
+    # Zero gradients are left by `zero_grad(set_to_none=False)`.
     if any(param.grad is not None and bool(param.grad.any()) for param in params):
         raise ConfigError(
             f"layer {number} of {name!r} has gradients, which a move would lose; call recut after "
@@ -164,11 +164,11 @@ def packed_layer(
 def _unpacked(packed: bytes, device: torch.device) -> _PackedLayer:
     return torch.load(
         io.BytesIO(packed),
-        # What was on the other rank's accelerator is for this one's; step counts stay on the CPU.
+        # The other rank's accelerator becomes this one's; step counts stay on the CPU.
         map_location=lambda storage, place: (
             storage if place == "cpu" else cast(Any, storage).to(device=device)
         ),
-        # It comes from a rank of this job, and is a module of the user's.
+        # It comes from a rank of this job, and is a user's module.
         weights_only=False,
     )
 

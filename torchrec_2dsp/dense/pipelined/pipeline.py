@@ -39,7 +39,7 @@ class Together(AbstractContextManager[None]):
     """A context that raises one rank's error on all ranks of a pipeline.
 
     A rank with an error breaks the connections that carry activations and gradients, so that ranks
-    waiting for them fail at once. Then all agree on the error. The interrupted work can't resume,
+    waiting for it fail immediately. Then all agree on the error. The interrupted work can't resume,
     so every later use raises the error again.
     """
 
@@ -51,7 +51,7 @@ class Together(AbstractContextManager[None]):
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise the error that has broken the connections, if there is one."""
+        """Raise the error that has broken the connections, if any."""
         if self._failure is not None:
             raise copy.copy(self._failure).with_traceback(None)
 
@@ -75,14 +75,14 @@ class Together(AbstractContextManager[None]):
         except TwoDError as agreed:
             self._failure = agreed
         except RuntimeError:
-            # A rank that is gone doesn't agree either; whoever catches the error asks who it is.
+            # A dead rank doesn't agree either; whoever catches the error asks which rank it is.
             return
         if own is None:
             raise copy.copy(self._failure).with_traceback(None) from error
 
 
 def _naming_rank(error: Exception) -> TwoDError:
-    """Return this package's error, or wrap another one with this rank's number."""
+    """Return this package's error, or wrap another error with this rank's number."""
     if isinstance(error, TwoDError):
         return error
     rank = dist.get_rank()
@@ -90,18 +90,18 @@ def _naming_rank(error: Exception) -> TwoDError:
 
 
 _TOLERANCE = 1e-6
-"""Relative difference between two factors: a mean's gradient is rounded to float32."""
+"""The relative difference between two factors: a mean's gradient is rounded to float32."""
 
 
 def common_factors(
     factors: torch.Tensor, groups: PipelineGroups, reduction: str
 ) -> tuple[float, float]:
-    """Return the factor of this rank's samples, and that of its pipeline's first samples.
+    """Return this rank's samples' factor, and that of its pipeline's first samples.
 
-    A factor is a loss gradient relative to what the schedule has assumed.
+    A factor is a loss gradient relative to the schedule's assumption.
 
     Raises:
-        UnsupportedError: on all ranks, if a pipeline's factors aren't one number.
+        UnsupportedError: on all ranks, if a pipeline's factors differ.
 
     Collectives:
         A 24-byte all-gather over all ranks, waited for.
@@ -145,15 +145,15 @@ Reduction = Literal["mean", "sum"]
 """The program's reduction of a rank's losses."""
 
 _RESULT = -1
-"""The last stage's output, as a key among the kinds of tensors between stages."""
+"""The key of the last stage's output among the kinds of tensors between stages."""
 
 
 class StackPipeline:
-    """Runs a `LayerStack` over a pipeline's ranks, on the batches of all of them.
+    """Runs a `LayerStack` over a pipeline's ranks, on all their batches.
 
     In training all forwards and backwards happen inside one autograd function's forward. It gives
-    each rank its own samples' losses and keeps gradients; its backward multiplies them by the
-    losses' gradient, which must be one number for all samples.
+    each rank its own samples' losses and keeps gradients; its backward multiplies these by the
+    losses' gradient, which must be the same number for all samples.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class StackPipeline:
 
         Collectives:
             An object all-gather in the pipeline; sends of samples to the first and the last
-            stage; those of the schedule; sends of results and gradients back.
+            stage; the schedule's; sends of results and gradients back.
         """
         inputs, targets = _arrived(inputs), tuple(_arrived(target) for target in targets)
         trains = torch.is_grad_enabled() and bool(targets)
@@ -200,7 +200,7 @@ class StackPipeline:
         if not trains:
             with self._together, self.layers.whole():
                 return self._outputs(self._compute(inputs, targets, given, trains=False), given)
-        # Without it, autograd wouldn't ask for the gradients of weights where no input has one.
+        # Without it, autograd wouldn't ask for weight gradients if no input needs one.
         anchor = torch.zeros((), requires_grad=True)
         return _Trained.apply(self, given, anchor, inputs, *targets)  # type: ignore[return-value]
 
@@ -212,7 +212,7 @@ class StackPipeline:
         Gradients are the input's, then each target's, then the weights'.
         """
         with self._together:
-            # Ranks that compute a stage together draw the same numbers, other stages others.
+            # Ranks that compute a stage together draw the same numbers, other stages draw others.
             draws = drawing_from(given.first.seed + self._groups.position, self._groups.device)
             with draws, self.layers.gradients_set_aside() as weight_gradients:
                 computed = self._compute(inputs, targets, given, trains=True)
@@ -297,12 +297,12 @@ class StackPipeline:
     def apply_factors(
         self, saved: Sequence[torch.Tensor | None], given: GivenTogether, gradient: torch.Tensor
     ) -> list[Any]:
-        """Add up weight gradients over copies; return this rank's input and target gradients.
+        """Sum weight gradients over copies; return this rank's input and target gradients.
 
-        ``saved`` are `train`'s gradients, ``gradient`` is its losses'.
+        ``saved`` are `train`'s gradients, ``gradient`` is its losses' gradient.
 
         Collectives:
-            A 24-byte all-gather over all ranks, and those of `HeldLayers.add_mean`.
+            A 24-byte all-gather over all ranks, and `HeldLayers.add_mean`'s.
         """
         expected = 1.0 if self._reduction == "sum" else 1.0 / max(1, gradient.numel())
         factor, pipeline_factor = common_factors(
@@ -318,7 +318,7 @@ class StackPipeline:
 
 
 class _Trained(torch.autograd.Function):
-    """A batch's losses, whose backward has run already."""
+    """A batch's losses, whose backward has already run."""
 
     @staticmethod
     def forward(
@@ -331,7 +331,7 @@ class _Trained(torch.autograd.Function):
     ) -> torch.Tensor:
         losses, gradients = pipeline.train(inputs, targets, given)
         ctx.pipeline, ctx.given = pipeline, given
-        # Saved, they are freed by the backward; and a context with the losses would be in a cycle.
+        # If saved, the backward frees them; a context that held the losses would be in a cycle.
         ctx.save_for_backward(*gradients)
         return losses
 

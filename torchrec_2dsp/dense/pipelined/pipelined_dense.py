@@ -66,27 +66,27 @@ class PipelinedDense(DataParallelWrapper):
     equals DDP's. FSDP2 shards the rest of the dense part over all ranks.
 
     Args:
-        num_stages: parts that the layers are cut into.
-        num_micro_batches: parts that the batches of a pipeline's ranks are cut into
-            together; the more, the less time ranks wait.
+        num_stages: the number of parts that the layers are cut into.
+        num_micro_batches: the number of parts that the batches of a pipeline's ranks are cut into
+            together; the more there are, the less time ranks wait.
         schedule: the ranks' work order: "GPipe", "1F1B", "Interleaved1F1B",
             "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
-        stages_per_rank: stages that a rank runs; a pipeline has ``num_stages /
+        stages_per_rank: the number of stages that a rank runs; a pipeline has ``num_stages /
             stages_per_rank`` ranks, times ``tp``.
         cuts: each stage's first layer, without the first stage's; "even" for equally many layers;
             or by measured times.
         reduction: the program's reduction of a rank's losses, "mean" or "sum", times one number for
-            all ranks. It matters where ranks have different numbers of samples.
+            all ranks. It matters if ranks have different numbers of samples.
         values: wire format between stages: "fp32" for no change, "bf16" or "fp16".
         plan: torch's styles for modules split inside tensor-parallel groups, as in
             `TensorParallelDense`.
-        tp: ranks that compute a layer together, on one host.
+        tp: the number of ranks that compute a layer together, on one host.
         layout: contiguous pipelines have neighbouring ranks; strided ones span hosts, so that
             gradients stay inside hosts.
-        fully_shard: whether each pipeline keeps a shard of each layer, with its gradient and
+        fully_shard: True if each pipeline keeps a shard of each layer, with its gradient and
             moments, instead of a copy; shards are gathered once per batch.
-        gradients: a `ThresholdedDataParallel` that no model has, if pipelines with copies of the
-            layers are to send each other its elements only; it keeps the counts and residuals.
+        gradients: an unused `ThresholdedDataParallel`, if pipelines with copies of the layers
+            send each other only its elements; it keeps the counts and residuals.
 
     Example::
 
@@ -101,7 +101,7 @@ class PipelinedDense(DataParallelWrapper):
     """
 
     state_kind = ThresholdedDataParallel.__name__
-    """The wrapper whose states this one has and takes over."""
+    """The wrapper whose states this one has and restores."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class PipelinedDense(DataParallelWrapper):
         refuse_later_changes(model, "PipelinedDense", stacks.values())
 
     def _checked_parts(self, model: nn.Module) -> tuple[dict[str, LayerStack], list[Unit]]:
-        """Return the stacks, and what else is dense, unless it can't be run so."""
+        """Return the stacks, and the other dense units, unless they can't be run this way."""
         check_embeddings(model, "PipelinedDense")
         parts = dict(dense_parts(model, "PipelinedDense", apart=(LayerStack,)))
         stacks = {name: part for name, part in parts.items() if isinstance(part, LayerStack)}
@@ -257,18 +257,18 @@ class PipelinedDense(DataParallelWrapper):
         """Cut the layers anew, and move them to their new ranks; call it on all ranks.
 
         Weights, buffers and optimizer state move along, so training goes on as if the layers had
-        always been cut so. Call it between two steps, when gradients are cleared. Afterwards this
-        rank has other dense parameters, in the model and in the optimizer.
+        always been cut this way. Call it between two steps, after gradients are cleared. From then
+        on this rank has other dense parameters, in the model and in the optimizer.
 
         Args:
-            optimizer: this rank's dense parameters', torch's or a `KeyedOptimizerWrapper` of it,
-                with equally many groups on all ranks.
+            optimizer: the optimizer of this rank's dense parameters, torch's or a
+                `KeyedOptimizerWrapper` of it, with equally many groups on all ranks.
             cuts: each stage's first layer, without the first stage's, for each `LayerStack`; by
                 default, on CPUs, chosen by the layers' times since the last cuts.
-            least_gain: share of its time that the slowest stage must save by chosen cuts.
+            least_gain: the share of its time that the slowest stage must save by chosen cuts.
 
         Returns:
-            Whether layers have moved.
+            True if layers have moved.
 
         Collectives:
             For chosen cuts an object all-gather; agreements; a send and a receive of objects
@@ -293,7 +293,7 @@ class PipelinedDense(DataParallelWrapper):
             name: stack.better_cuts(least_gain) if cuts is None else cuts
             for name, stack in self._stacks.items()
         }
-        # Nothing moves before all ranks can move all of it.
+        # Nothing moves before all ranks can move everything.
         with agreeing(groups.everyone) as facts:
             facts["the choice of cuts"] = str([[*of_stack] for of_stack in chosen.values()])
             facts["the number of the optimizer's groups"] = str(len(optimizer.param_groups))
@@ -308,7 +308,7 @@ class PipelinedDense(DataParallelWrapper):
     def stage_times(self) -> dict[str, PipelineTimes]:
         """Return each stage's busy time per batch, by `LayerStack` name, on all ranks.
 
-        Only a CPU's times are those of the work: accelerators run asynchronously.
+        Times only measure the work on CPUs: accelerators run asynchronously.
 
         Collectives:
             An object all-gather over all ranks.
@@ -323,11 +323,11 @@ class PipelinedDense(DataParallelWrapper):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all dense gradients so that their norm is at most ``max_norm``; return the norm.
 
-        torch's function of that name sees one rank's layers, and each rank would scale by another
+        torch's function of this name sees one rank's layers, and each rank would scale by another
         factor. Call it on all ranks, after the backward.
 
         Args:
-            max_norm: the largest Euclidean norm of all dense gradients together.
+            max_norm: the largest Euclidean norm over all dense gradients.
 
         Collectives:
             An 8-byte all-reduce over all ranks, waited for.
@@ -353,7 +353,7 @@ class PipelinedDense(DataParallelWrapper):
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's thresholded gradients keep; a `TrainState` stores it."""
+        """Return the state of this rank's thresholded gradients; a `TrainState` stores it."""
         return self._gradients.state_dict() if self._gradients else {}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,7 +365,7 @@ class PipelinedDense(DataParallelWrapper):
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over several ranks' summed residuals; there may be none."""
+        """Restore several ranks' summed residuals; there may be none."""
         if self._gradients:
             self._gradients.load_rank_states(states)
 

@@ -18,10 +18,10 @@ class WorkKind(enum.Enum):
     """The whole backward."""
 
     INPUT_GRADIENT = "I"
-    """The part of the backward for which the previous stage waits."""
+    """The part of the backward that the previous stage waits for."""
 
     WEIGHT_GRADIENT = "W"
-    """The part of the backward for which no rank waits."""
+    """The part of the backward that no rank waits for."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ SCHEDULES: Mapping[str, int] = MappingProxyType(
         "DualPipeV": 2,
     }
 )
-"""The stages per rank of each schedule; 0 for any number."""
+"""Each schedule's stages per rank; 0 for any number."""
 _MADE_HERE = "GPipe", "1F1B"
 """Schedules whose order isn't torch's."""
 _V_SHAPED = "ZBVZeroBubble", "DualPipeV"
-"""Schedules whose stages go through the ranks and back again."""
+"""Schedules whose stages go through the ranks and back."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Schedule:
         (0, 3)
 
     Raises:
-        ConfigError: there is no such schedule, or it doesn't take these numbers.
+        ConfigError: there is no such schedule, or it doesn't support these numbers.
     """
 
     name: str
@@ -131,12 +131,12 @@ class Schedule:
 
     @cached_property
     def work(self) -> tuple[tuple[Work, ...], ...]:
-        """Each pipeline rank's work, in its order."""
+        """Each pipeline rank's work, in order."""
         return self._order(self.num_micro_batches)
 
     @cached_property
     def forwards(self) -> tuple[tuple[Work, ...], ...]:
-        """Each rank's forwards alone, for evaluation."""
+        """Each rank's forwards, for evaluation."""
         return tuple(
             tuple(work for work in of_rank if work.kind is WorkKind.FORWARD)
             for of_rank in self.work
@@ -163,7 +163,7 @@ class Schedule:
 
 
 def _forwards_ahead(stage: int, num_ahead: int, num_micro_batches: int) -> tuple[Work, ...]:
-    """Alternate forwards and backwards, the former ahead of the latter."""
+    """Alternate forwards and backwards, with the forwards ahead."""
     work = [Work(WorkKind.FORWARD, stage, number) for number in range(num_ahead)]
     for number in range(num_micro_batches):
         work.append(Work(WorkKind.BACKWARD, stage, number))

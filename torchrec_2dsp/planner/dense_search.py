@@ -13,7 +13,7 @@ from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan, cut_layers
 from torchrec_2dsp.report.table import Table
 
 _MICRO_BATCHES_PER_RANK = (1, 2, 4)
-"""The parts into which each rank's batch may be cut in a pipeline."""
+"""The numbers of parts into which each rank's batch may be cut in a pipeline."""
 _SHOWN = 12
 _GB, _MS = 1e9, 1e3
 
@@ -32,13 +32,13 @@ class DenseCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChoices:
-    """All ways that were searched; printed, the best of them with their costs."""
+    """All searched ways; printed, the best of them with their costs."""
 
     candidates: Sequence[DenseCandidate]
-    """The ways that fit, the fastest first."""
+    """The ways that fit, fastest first."""
 
     num_too_large: int
-    """Ways that take more memory than there is."""
+    """The number of ways that need more memory than there is."""
 
     @property
     def best(self) -> DenseCandidate:
@@ -46,7 +46,7 @@ class DenseChoices:
         return self.candidates[0]
 
     def table(self) -> Table:
-        """Return a row for each way, the fastest first: the fastest of all, and of each kind."""
+        """Return a row for each way, fastest first: the fastest of all, and of each kind."""
         shown = list(self.candidates[:_SHOWN])
         kinds = {candidate.plan.kind for candidate in shown}
         for candidate in self.candidates[_SHOWN:]:
@@ -96,13 +96,13 @@ def search_dense(
         work: the layers, measured or computed.
         calibration: the machines' constants.
         world_size: the number of ranks.
-        local_world_size: ranks per host; layers are split inside hosts alone.
+        local_world_size: ranks per host; layers are only split inside hosts.
         batch_size: samples per rank.
         memory_bytes: a rank's memory for the dense part.
         kinds: the wrappers to choose from.
 
     Raises:
-        PlanError: nothing fits into the memory.
+        PlanError: nothing fits into memory.
     """
     model = DenseCostModel(calibration, local_world_size)
     candidates = [
@@ -123,7 +123,7 @@ def search_dense(
             "smaller batch or smaller layers"
         )
     return DenseChoices(
-        # Of equal times, the one that needs less.
+        # Among equal times, the way that needs less memory comes first.
         candidates=sorted(fitting, key=lambda way: (way.cost.total_s, way.memory_bytes)),
         num_too_large=len(candidates) - len(fitting),
     )

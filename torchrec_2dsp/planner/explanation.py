@@ -36,9 +36,9 @@ _MAX_TABLES = 60
 _MAX_BARS = 50
 _MAX_RANKS = 16
 _MAX_COMPARED = 500
-"""The longest tables, which are compared with their other choices."""
+"""The number of tables, longest first, that are compared with their other choices."""
 _WORTH_SAYING = 1.1
-"""The least gain for which rounding is worth a sentence."""
+"""The smallest gain from rounding that is worth a sentence."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TableLine:
     choice: Choice
 
     hot_share: float
-    """The share of lookups that go to hot rows."""
+    """The share of lookups that hit hot rows."""
 
     sent_bytes: float
     """Bytes that a rank sends in a step."""
@@ -60,17 +60,17 @@ class TableLine:
     """Seconds that the table alone adds to a step, without shared and hidden ones."""
 
     runner_up: Choice | None = None
-    """The second best choice; `None` without any other, or where none was rated."""
+    """The second best choice; `None` if there is no other, or none was rated."""
 
     lost_by_s: float = 0.0
     """Seconds that the second best choice would add to the step, as the search rates steps."""
 
     is_once: bool = False
-    """Whether it has one copy in the world, beside tables with one in each group."""
+    """True if it has one copy in the world, beside tables with one in each group."""
 
     @property
     def way(self) -> str:
-        """Sharding type and exchange, in words."""
+        """The sharding type and exchange, in words."""
         kind = self._kind
         return f"{kind}, {_exchange(self.choice)} exchange" if self.choice.message_type else kind
 
@@ -79,7 +79,7 @@ class TableLine:
         return _kind(self.choice) + (", one copy" if self.is_once else "")
 
     def cells(self) -> Sequence[str]:
-        """Return the line in words."""
+        """Return the line's cells, in words."""
         choice, other = self.choice, self.runner_up
         return (
             self.name,
@@ -123,10 +123,10 @@ class Explanation:
     """The reasons for a plan; see `Planner2D.explain`."""
 
     setting: CostSetting
-    """The mesh, and all else that its cost depends on."""
+    """The mesh, and everything else that its cost depends on."""
 
     where: str
-    """The mesh, and the number of tables that have one copy beside it."""
+    """The mesh, and the number of tables with one copy beside it."""
 
     cost: StepCost
     """The step's cost, part by part."""
@@ -138,13 +138,13 @@ class Explanation:
     """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""
 
     tables: Sequence[TableLine]
-    """A line for each table, the longest first."""
+    """A line for each table, longest first."""
 
     busy_by_rank: Ranks
     """Seconds for which tables keep each rank of a group busy in a step."""
 
     ids_by_rank: Ranks
-    """Rows that each rank of a group looks up in a step, counted for each id."""
+    """Rows that each rank of a group looks up in a step, counted per id."""
 
     bytes_by_rank: Ranks
     """Bytes on each rank."""
@@ -153,13 +153,13 @@ class Explanation:
     """The memory that each rank has for tables and buffers."""
 
     meshes: Sequence[tuple[str, float]]
-    """The meshes on which tables were placed, and their steps; the first is the plan."""
+    """The meshes on which tables were placed, with their steps; the first is the plan's."""
 
     front: Sequence[Tried]
-    """The attempts that no other beats both in time and in memory."""
+    """The attempts that no other attempt beats in both time and memory."""
 
     torchrec_s: float | None = None
-    """A step of the plan that TorchRec's planner makes, predicted alike; none if nobody asked."""
+    """The predicted step of the plan by TorchRec's planner; `None` if it wasn't requested."""
 
     def __str__(self) -> str:
         """Return the report, which fits 100 columns."""
@@ -179,7 +179,7 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """The comparison with TorchRec's plan; empty if nobody asked."""
+        """The comparison with TorchRec's plan; empty if it wasn't requested."""
         if self.torchrec_s is None:
             return ""
         sentence = (
@@ -192,7 +192,7 @@ class Explanation:
 
     @property
     def caveat(self) -> str:
-        """The gaps in the numbers, as a sentence; empty without any."""
+        """The gaps in the numbers, as a sentence; empty if there are none."""
         unknown = self.setting.workload.num_without_access
         if not unknown:
             return ""
@@ -209,7 +209,7 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """The largest gain that isn't allowed, as a sentence; empty without any."""
+        """The largest gain that isn't allowed, as a sentence; empty if there is none."""
         if self.gain_by_int4 < _WORTH_SAYING:
             return ""
         return (
@@ -218,7 +218,7 @@ class Explanation:
         )
 
     def summary(self) -> Iterator[str]:
-        """Yield what was chosen, what it should take, and what else would help, a line each."""
+        """Yield what was chosen, the predicted step, and what else would help, a line each."""
         ways = Counter(line.way for line in self.tables)
         chosen = "; ".join(f"{count:,} {way}" for way, count in ways.most_common())
         yield f"torchrec_2dsp: {chosen or 'no tables'}; {self.where}"
@@ -236,17 +236,17 @@ class Explanation:
         return Table(_HEADINGS, [line.cells() for line in self.tables], _WORDS)
 
     def phase_rows(self) -> Table:
-        """Return the parts of a step."""
+        """Return a row for each part of a step."""
         return _parts_table(("part of a step", "ms"), self.cost, self.cost.total_s, milliseconds)
 
     def memory_rows(self) -> Table:
-        """Return the parts of the fullest rank's memory."""
+        """Return a row for each part of the fullest rank's memory."""
         headings = ("kept by the fullest rank", "GB")
         whole = "all on its GPU" if self.memory.host_memory_bytes else "all"
         return _parts_table(headings, self.memory, self.memory.total_bytes, _gigabytes, whole)
 
     def rank_rows(self) -> Table:
-        """Return the time and memory of each rank of a group."""
+        """Return a row with the time and memory of each of a group's ranks."""
         longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
         is_alone = self.setting.mesh.group_size == 1
         rows = [
@@ -264,12 +264,12 @@ class Explanation:
         return Table(("rank of a group", "busy ms", "", "GB", "of capacity"), rows, _WORDS)
 
     def other_rows(self) -> Table:
-        """Return a row for each placement and each attempt on the front but for the plan."""
+        """Return a row for each placement and each attempt on the front, except the plan."""
         others, plan = self.meshes[1:], (str(self.setting), milliseconds(self.cost.total_s))
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in others]
         front = [
             (
-                # Nobody has placed its shards; with few tables it may not be possible.
+                # Its shards haven't been placed; with few tables that may be impossible.
                 f"{', '.join(filter(None, (str(point.setting), point.ways)))}, if dealt evenly",
                 milliseconds(point.seconds),
                 _gigabytes(point.bytes_of_rank),
@@ -280,7 +280,7 @@ class Explanation:
         return Table(("alternatives", "ms", "GB per rank"), [*placed, *front], _WORDS)
 
     def write_html(self, path: str | Path, title: str = "Why this plan") -> None:
-        """Write the report as one page with plots, which needs nothing else to be read.
+        """Write the report as one self-contained page with plots.
 
         Raises:
             ConfigError: plotly is missing.
@@ -288,7 +288,7 @@ class Explanation:
         self.page(title).write(path)
 
     def page(self, title: str) -> Page:
-        """Lay the report out as a page that isn't written yet."""
+        """Lay the report out as a page, without writing it."""
         page = Page(title)
         page.add_text(self.headline)
         for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
@@ -319,7 +319,7 @@ class Explanation:
         yield from filter(None, (self.verdict, self.caveat, self.advice))
         yield self.phase_rows()
         yield self.memory_rows()
-        # The busiest ones, where there are many.
+        # The busiest ones, if there are many.
         order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
         yield replace(ranks, rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])])
         if (others := self.other_rows()).rows:
@@ -342,7 +342,7 @@ def _parts_table(
 
 
 def parts_chart(cost: StepCost) -> BarChart:
-    """Draw bars that each begin where the one before it ends; hidden parts go back."""
+    """Draw bars that each begin where the previous one ends; hidden parts go back."""
     parts = {name.replace("_", " "): 1e3 * seconds for name, seconds in cost.parts() if seconds}
     starts = dict(zip(parts, accumulate(parts.values(), initial=0.0), strict=False))
     total = {"all": 1e3 * cost.total_s}
@@ -368,7 +368,7 @@ def parts_chart(cost: StepCost) -> BarChart:
 
 
 def _tables_chart(tables: Sequence[TableLine]) -> BarChart:
-    """Draw a bar for each table, in a colour for each way to shard them."""
+    """Draw a bar for each table, in a colour for each way of sharding."""
     bars = []
     for way in dict.fromkeys(line.way for line in tables):
         lines = [line for line in tables if line.way == way]
@@ -451,7 +451,7 @@ def _explained(best: MeshPlacement, room: Room) -> tuple[list[TableLine], Ranks,
 
 
 def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
-    """Return the attempts that none beats in both time and memory, the shortest step first."""
+    """Return the attempts that none beats in both time and memory, shortest step first."""
     front: list[Tried] = []
     for point in sorted(tried, key=lambda point: (point.seconds, point.bytes_of_rank)):
         if not front or point.bytes_of_rank < front[-1].bytes_of_rank:

@@ -1,4 +1,4 @@
-"""`Planner2D`: in place of TorchRec's planner, a search for sharding groups by predicted cost."""
+"""`Planner2D`: replaces TorchRec's planner by a search for sharding groups by predicted cost."""
 
 import gc
 import logging
@@ -68,13 +68,13 @@ _PARTS_OF_TORCHREC = (
     *("enumerator", "proposer", "partitioner", "performance_model"),
     *("callbacks", "plan_loader", "debug", "timeout_seconds"),
 )
-"""Arguments of TorchRec's planner that a search by cost has no use for."""
+"""Arguments of TorchRec's planner that a search by cost doesn't use."""
 
 
 def _members(
     kind: type[_Member], name: str, values: "Sequence[_Member | str] | _Member | str | None"
 ) -> list[_Member] | None:
-    """Return the enum members that a user names in argument ``name``; `None` stays `None`."""
+    """Return the enum members that a user named in argument ``name``; `None` stays `None`."""
     if values is None:
         return None
     named = [values] if isinstance(values, kind | str) else values
@@ -101,26 +101,26 @@ class ParameterConstraints2D(ParameterConstraints):
     """
 
     exchange: Sequence[Exchange | str] | None = None
-    """The exchanges allowed for the table; `None` for all that its sharding types have."""
+    """The exchanges allowed for the table; `None` for all that its sharding types support."""
 
     transport: Sequence[Transport | str] | None = None
-    """The wire formats allowed for its rows or vectors; `None` for those of the planner."""
+    """The wire formats allowed for its rows or vectors; `None` for the planner's."""
 
     stored_as: RowStorage | str = RowStorage.PLAIN
     """The format of its rows in memory."""
 
     hot_rows: int | None = None
-    """The number of its hottest rows on every rank, at most those that `access` counted lookups of;
-    `None` for as many as pay."""
+    """The number of its hottest rows on every rank, at most those with counted lookups in `access`;
+    `None` for as many as pay off."""
 
     num_groups: int | Literal["each"] | None = None
-    """The number of copies: 1 copy whose shards lie on all ranks of the world, or one in each of so
-    many groups, which the mesh then has; "each" for one in each group of any mesh, `None` for as
-    many as are best."""
+    """The number of copies: 1 copy whose shards are on all ranks, or one in each of this
+    many groups, which the mesh then has; "each" for one in each group of any mesh, `None` for the
+    best number."""
 
     skew: float | None = None
-    """The exponent of Zipf's law by which rows are used, 0 for all alike; `None` if unknown.
-    `sampled_constraints` finds it, and the pooling factors, in a batch."""
+    """The exponent of Zipf's law for the use of rows, 0 for equal use; `None` if unknown.
+    `sampled_constraints` estimates it, and the pooling factors, from a batch."""
 
     def __post_init__(self) -> None:
         self.exchange = _members(Exchange, "exchange", self.exchange)
@@ -155,7 +155,7 @@ class Planner2D(ShardingPlanner):
     """Searches the plan that every sharding group runs, and the mesh, by predicted cost.
 
     It chooses a sharding type, an exchange, hot rows and the number of copies for each table, one
-    wire format, and the mesh unless one is given. Where nothing was measured, it predicts by the
+    wire format, and the mesh unless one is given. Without measurements, it predicts by the
     topology's bandwidths.
 
     Example:
@@ -200,26 +200,26 @@ class Planner2D(ShardingPlanner):
         exchange: Exchange | str | Sequence[Exchange | str] | None = None,
         **parts_of_torchrec: Any,
     ) -> None:
-        """Take what TorchRec's planner is told, and what is known of mesh, network and log.
+        """Take the arguments of TorchRec's planner, and what is known of mesh, network and log.
 
         Args:
-            topology: the whole world's; TorchRec's defaults without one.
+            topology: the whole world's topology; TorchRec's default by default.
             batch_size: samples per rank and step.
-            storage_reservation: as in TorchRec, the memory that isn't for tables.
-            stats: log the plan, as in TorchRec; by default nobody does, and `explain` tells more.
-            constraints: per table; types by TorchRec's name or by their 2D form.
-            mesh: the ranks that repeat the plan; the best mesh by cost without it.
-            sync: keeps replicas equal: its cost is part of the search, and the plan carries it to
+            storage_reservation: the memory that isn't available for tables, as in TorchRec.
+            stats: loggers of the plan, as in TorchRec; none by default, as `explain` tells more.
+            constraints: per table, with types by TorchRec's name or by their 2D form.
+            mesh: the ranks that repeat the plan; by default the best mesh by cost.
+            sync: how replicas stay equal: its cost is part of the search, and the plan passes it to
                 the sharders.
-            calibration: the constants of network and machines; without it, they are made from the
+            calibration: the constants of network and machines; by default derived from the
                 topology's figures.
             access: row frequencies.
-            workload: a step's work, in place of what model, constraints and ``access`` say.
-            precision: "exact" for fp32 on the wire, "any" for all wire formats, or those that are
-                allowed, where the constraints don't name any. In fewer bits than fp32 training is
+            workload: a step's work, instead of that of model, constraints and ``access``.
+            precision: "exact" for fp32 on the wire, "any" for all wire formats, or the allowed
+                ones, where the constraints don't name any. In fewer bits than fp32 training is
                 no longer exact.
             exchange: the exchanges allowed for tables whose constraints don't name any. Tables
-                that can have none of them are left free.
+                that support none of them may have any.
             parts_of_torchrec: refused: parts of TorchRec's own search.
         """
         _refuse_parts_of_torchrec(parts_of_torchrec)
@@ -252,16 +252,16 @@ class Planner2D(ShardingPlanner):
         self._options: PlannedOptions | None = None
 
     def expect_small_buckets(self) -> None:
-        """Expect that dense gradients are summed in several buckets, as by `parallelize`."""
+        """Expect that dense gradients are summed in several buckets, as in `parallelize`."""
         self._search = replace(self._search, has_small_buckets=True)
 
     @_without_garbage_collection()
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:
-        """Plan ``module`` in this process alone.
+        """Plan ``module`` in this process only.
 
         Raises:
             PlanError: nothing fits.
-            UnsupportedError: the sharders can't run what is demanded.
+            UnsupportedError: the sharders can't run the demanded plan.
         """
         self._options = None
         by_type = {sharder.module_type: sharder for sharder in sharders}
@@ -331,7 +331,7 @@ class Planner2D(ShardingPlanner):
         return self._options.selected() if self._options else []
 
     def get_search_space(self) -> list[ShardingOption] | None:
-        """Return all options on the last plan's mesh; `None` where no plan was made."""
+        """Return all options on the last plan's mesh; `None` if no plan was made."""
         return self._options.search_space() if self._options else None
 
     def explain(self) -> Explanation:
@@ -349,7 +349,7 @@ class Planner2D(ShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> Plan2D:
-        """Run `plan` on rank 0 of ``pg``; every rank gets the plan, or raises the same error.
+        """Run `plan` on rank 0 of ``pg``; give every rank the plan, or raise the same error on all.
 
         Collectives:
             One broadcast of a pickled object from rank 0 of ``pg``, the world by default.
@@ -368,7 +368,7 @@ class Planner2D(ShardingPlanner):
 
 
 def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Plan2D:
-    """Return the plan of ``make_plan`` on rank 0 of ``pg``, or raise its error, on every rank.
+    """Return ``make_plan``'s result on rank 0 of ``pg`` on every rank, or raise its error there.
 
     An error from elsewhere becomes a `PlanError` that names its type. The other ranks raise an
     error with the same type and text.
@@ -414,7 +414,7 @@ def _refuse_parts_of_torchrec(parts: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_devices(constraints: Mapping[str, ParameterConstraints], device: str) -> None:
-    """Refuse tables that are for another device or a virtual table, which no plan here has."""
+    """Refuse tables for another device, and virtual tables, which no plan here has."""
     for name, constraint in constraints.items():
         if constraint.device_group not in (None, device) or constraint.use_virtual_table:
             raise UnsupportedError(
@@ -425,14 +425,14 @@ def _refuse_other_devices(constraints: Mapping[str, ParameterConstraints], devic
 
 
 def _default_reservation() -> StorageReservation:
-    """Build TorchRec's default, without its warning that another may be better."""
+    """Build TorchRec's default, without its warning that another one may be better."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return HeuristicalStorageReservation(percentage=0.15)
 
 
 def _whole_world() -> Mesh2D:
-    """Return all ranks as one group; `ConfigError` before process groups exist."""
+    """Return all ranks as one group; raise `ConfigError` before process groups exist."""
     if not dist.is_initialized():
         raise ConfigError(
             "nothing says how many ranks there are: give a topology or a mesh, or call "

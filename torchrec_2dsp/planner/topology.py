@@ -1,4 +1,4 @@
-"""The topologies of a sharding group and its replica peers, and the memory missing from one."""
+"""The topologies of a sharding group and its replica peers, and the memory that one lacks."""
 
 from collections.abc import Sequence
 
@@ -33,16 +33,16 @@ def world_topology(mesh: Mesh2D) -> Topology:
 
 
 def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
-    """Return the topology that a planner for one sharding group needs.
+    """Return the topology for a planner of one sharding group.
 
-    Bandwidths stay those of ``topology``; which of them a collective of the group gets follows
-    from how many of the group's ranks share a host. A shard is held by one rank of every group,
-    so a rank of the group has the memory of the smallest of its replica peers.
+    Bandwidths stay those of ``topology``; which one a group's collective gets depends
+    on how many of the group's ranks share a host. A shard is held by one rank of every group,
+    so a rank of the group has the smallest memory of its replica peers.
 
     Args:
-        topology: the whole world's, left as it is; or already one sharding group's, which is given
-            back.
-        mesh: deals the world's ranks to sharding groups.
+        topology: the whole world's, which isn't changed; or already one sharding group's, which is
+            returned.
+        mesh: the assignment of the world's ranks to sharding groups.
 
     Example:
         >>> from torchrec.distributed.planner import Topology
@@ -81,7 +81,7 @@ def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
             generalized_comms_bandwidths=topology.comms_bandwidths,
         ),
     )
-    # Not through TorchRec's custom topology data: with it row-wise shards become uneven, which
+    # Not through TorchRec's custom topology data, with which row-wise shards become uneven and
     # can't be trained.
     for device, storage in zip(group.devices, smallest, strict=True):
         device.storage = storage
@@ -132,14 +132,14 @@ def shortfall_text(
     group_bytes: int,
     buffer_bytes: int = 0,
 ) -> str:
-    """Return in words what memory lacks, empty if the sums alone don't explain it.
+    """Describe the missing memory; return nothing if the sums alone don't explain it.
 
     Args:
-        table: needs the most on one rank.
-        table_bytes: what it needs there, with the option that needs least.
-        rank_bytes: there for tables on the group's rank with most of them.
-        all_tables_bytes: what all tables need on a group's ranks, each with its smallest option.
-        group_bytes: there for tables on all ranks of the group together.
+        table: the table that needs most on one rank.
+        table_bytes: the bytes that it needs there, with its smallest option.
+        rank_bytes: the bytes for tables on the group's rank with most of them.
+        all_tables_bytes: all tables' bytes on a group's ranks, each with its smallest option.
+        group_bytes: the bytes for tables on all ranks of the group together.
         buffer_bytes: batches and vectors for all tables on a group, each with its smallest option.
     """
     largest = f"table {table!r} needs {table_bytes:,} bytes on one rank"
@@ -162,7 +162,7 @@ def shortfall_text(
 
 
 def no_plan_text(mesh: Mesh2D | str, missing: str, stock_text: str) -> str:
-    """Describe a search that found nothing, with TorchRec's own text below."""
+    """Describe a search that found nothing, followed by TorchRec's own text."""
     reason = f": {missing}" if missing else ""
     below = f"\n{stock_text}" if stock_text else ""
     return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.{below}"

@@ -1,4 +1,4 @@
-"""Search the best placements: on each mesh, and with as many copies of each table as are best."""
+"""Search the best placements: on each mesh, and with the best number of copies for each table."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,23 +34,23 @@ from torchrec_2dsp.planner.search.space import (
 )
 
 _SHARES = (0.97, 0.9, 0.75)
-"""Shares of the memory for which tables are chosen again where their shards can't be dealt."""
+"""Shares of the memory for which tables are chosen again if their shards can't be dealt."""
 _PATIENCE = 700
-"""Tries without gain after which no other selection is placed."""
+"""The number of tries without gain after which no other selection is placed."""
 _MESHES_FOR_COPIES = 3
 """The number of best meshes that are searched for tables with one copy."""
 _COPIES_PATIENCE = 2
-"""Sets without gain after which larger ones aren't tried."""
+"""The number of sets without gain after which larger ones aren't tried."""
 
 
 def search_copies(
     candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room
 ) -> SearchResult:
-    """Search the best placements, with as many copies of each table as are best or demanded.
+    """Search the best placements, with the best or demanded number of copies for each table.
 
     A copy in each group costs memory and sync time that grow with its table, so the largest tables
     get one copy in the world instead: one table, two, four and so on. With hundreds of tables, only
-    those for which it is demanded.
+    those with a demanded single copy do.
     """
     settings = _as_demanded(candidates, settings)
     one_group = [setting for setting in settings if setting.mesh.num_groups == 1]
@@ -127,9 +127,9 @@ def _placed(
 def placements(
     space: Space, selected: Sequence[Selected], room: Room, effort: Effort
 ) -> Iterator[tuple[Placement, Descent]]:
-    """Yield selections with ranks for their shards and single tables improved.
+    """Yield selections with ranks for their shards, after improving single tables.
 
-    Ends when more effort is in vain.
+    Ends when further effort is in vain.
     """
     budget = _Budget(effort.tries)
     yield from _attempts(space, selected[: effort.selections], room, budget)
@@ -145,12 +145,12 @@ def placements(
 
 @dataclass
 class _Budget:
-    """The tries that are left, and the best step so far."""
+    """The remaining tries, and the best step so far."""
 
     tries: int
     best: float = np.inf
     at_best: int = 0
-    """The tries that were left at the best step."""
+    """The tries that remained at the best step."""
 
 
 def _attempts(
@@ -179,7 +179,7 @@ def _attempts(
 def _as_demanded(
     candidates: Sequence[Candidate], settings: Sequence[CostSetting]
 ) -> list[CostSetting]:
-    """Return the meshes with as many groups as users demand."""
+    """Return the meshes with the number of groups that users demand."""
     numbers = {
         candidate.num_groups: candidate.name
         for candidate in candidates
@@ -221,7 +221,7 @@ def _most_promising(
 ) -> tuple[list[Candidate], list[Candidate], list[CostSetting]] | None:
     """Return the tables that should have one copy, the others, and the best meshes for these.
 
-    `None` if no set is rated better than ``to_beat``; stops when larger sets get worse.
+    Returns `None` if no set is rated better than ``to_beat``; stops when larger sets get worse.
     """
     best: tuple[list[Candidate], list[Candidate], list[CostSetting]] | None = None
     is_narrowed = False
@@ -233,7 +233,7 @@ def _most_promising(
         if ratings and ratings[0][0] < to_beat:
             best, to_beat, in_vain = (once, others, fitting), ratings[0][0], 0
         if ratings and not is_narrowed:
-            # The best meshes from now on, and those that have no room as yet.
+            # From now on only the best meshes, and those without room so far.
             numbers = {number for _, number in ratings}
             settings = fitting + [
                 setting for number, setting in enumerate(settings) if number not in numbers
@@ -301,7 +301,7 @@ def _beside(cost: StepCost, settings: Sequence[CostSetting]) -> list[CostSetting
 def _sets_of_copies(
     candidates: Sequence[Candidate],
 ) -> Iterator[tuple[list[Candidate], list[Candidate]]]:
-    """Yield tables with one copy in the world, and the others: larger and larger sets."""
+    """Yield tables with one copy in the world, and the others, in ever larger sets."""
     demanded = [candidate for candidate in candidates if candidate.num_groups == 1]
     free = [candidate for candidate in candidates if candidate.num_groups is None]
     by_size = sorted(free, key=lambda candidate: -candidate.work.num_rows * candidate.work.dim)
@@ -314,13 +314,13 @@ def _sets_of_copies(
         ]
         names = {candidate.name for candidate in in_world}
         others = [candidate for candidate in candidates if candidate.name not in names]
-        # If all tables are in the world once, that is a plan for one group.
+        # If all tables have one copy in the world, that is a plan for one group.
         if in_world and others:
             yield in_world, others
 
 
 def _once(candidate: Candidate) -> Candidate | None:
-    """Return a table as it can have one copy, `None` if it can't and needn't."""
+    """Return a table with choices for one copy; `None` if it can't and needn't have one."""
     choices = [
         choice for choice in candidate.choices if choice.kind is not ShardingType.DATA_PARALLEL
     ]

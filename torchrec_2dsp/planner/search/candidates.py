@@ -1,4 +1,4 @@
-"""The candidates of a model: its tables, each with the choices that its user allows."""
+"""A model's candidates: its tables, each with the choices that its user allows."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -48,11 +48,11 @@ _BY_COLUMNS = (
 _KNOWN = *_BY_DEFAULT, *_BY_COLUMNS
 _DENSE = EmbeddingComputeKernel.DENSE.value
 ON_DEVICE = _DENSE, FUSED
-"""Kernels whose tables are in the memory of the device."""
+"""Kernels whose tables are in device memory."""
 ANYWHERE = *ON_DEVICE, IN_HOST_MEMORY
-"""All kernels that are searched; the last reads tables in the host's memory from a GPU."""
+"""All kernels in the search; with the last one, a GPU reads tables in host memory."""
 _MIN_COLUMNS = 32
-"""The fewest columns in a shard with some of them, as in TorchRec."""
+"""The fewest columns in a shard with some of the columns, as in TorchRec."""
 
 
 def candidates_of(
@@ -69,7 +69,7 @@ def candidates_of(
     """Return a candidate for every table in every module that has a sharder.
 
     ``transports``, ``exchanges`` and ``kernels`` are allowed where the constraints don't name any.
-    A table that can have none of these ``exchanges`` may have any.
+    A table that supports none of these ``exchanges`` may have any.
     """
     sharder_of = {sharder.module_type: sharder for sharder in sharders}
     tables = _Tables(constraints or {}, workload, device, transports, exchanges, kernels, sync)
@@ -111,7 +111,7 @@ def candidates_of_options(
 
 @dataclass(frozen=True)
 class _Tables:
-    """Candidates so far, and the ingredients for more."""
+    """The candidates so far, and the data for adding more."""
 
     constraints: Mapping[str, ParameterConstraints]
     workload: Workload
@@ -140,10 +140,10 @@ class _Tables:
         available: Set[tuple[str, str]],
         sharded_by: str,
     ) -> None:
-        """Add a table that may have the ``available`` pairs of type and kernel.
+        """Add a table with the ``available`` pairs of type and kernel.
 
         Raises:
-            PlanError: none of them is allowed, or another table has the name.
+            PlanError: none of them is allowed, or another table has this name.
         """
         path, part = module
         if name in self.candidates:
@@ -154,7 +154,7 @@ class _Tables:
         constraint = self.constraints.get(name)
         is_in_8_bits = getattr(constraint, "stored_as", None) is RowStorage.INT8
         work = self.workload.table(name)
-        # Frozen tables have the optimizer without state.
+        # Frozen tables have an optimizer without state.
         optimizer = EmbOptimType.EXACT_SGD if work.is_frozen else optimizer_of(weight, fused_params)
         kind_of_update = fused_kind(optimizer)
         is_from_gradients = kind_of_update in FROM_ROW_GRADIENTS
@@ -189,7 +189,7 @@ class _Tables:
 
 
 def _always_cold(part: nn.Module) -> set[str]:
-    """Return the tables without hot rows: of shared features, or behind maps, which name ids."""
+    """Return tables without hot rows: with shared features, or behind maps, which name ids."""
     if isinstance(part, BaseManagedCollisionEmbeddingCollection):
         return set(id_maps_of(part))
     configs = configs_of(collection_inside(part))
@@ -204,7 +204,7 @@ def _always_cold(part: nn.Module) -> set[str]:
 def _allowed_ways(
     constraint: ParameterConstraints | None, by_default: Sequence[str]
 ) -> Iterator[tuple[ShardingType, str]]:
-    """Yield the types that may be searched, each with its kernels."""
+    """Yield the types that may be searched, with their kernels."""
     demanded = None if constraint is None else constraint.sharding_types
     type_names = [kind.value for kind in _BY_DEFAULT] if demanded is None else demanded
     types = {base_type(kind) for kind in type_names}
@@ -222,7 +222,7 @@ def _choices_of(
     transports: Sequence[Transport],
     exchanges: Sequence[Exchange],
 ) -> list[Choice]:
-    """Return every allowed choice; of equal costs, the search takes what comes first."""
+    """Return every allowed choice; among equal costs, the search takes the first."""
     exact = [
         replace(choice, kernel=kernel)
         for kind, kernel in ways
@@ -275,7 +275,7 @@ def _column_shards(
         for parts in range(2, work.dim // 4 + 1)
         if work.dim % (4 * parts) == 0 and work.dim // parts >= least
     ]
-    # Sequences in one lookup have one width; all of a collection's have one dimension.
+    # Sequences in one lookup have the same width; a collection's sequences all have one dim.
     return (fitting[:1] if work.is_sequence else fitting) or [1]
 
 

@@ -61,17 +61,17 @@ class Choice:
 
     @property
     def in_host_memory(self) -> bool:
-        """True if a GPU reads its rows in the host's memory."""
+        """True if a GPU reads its rows in host memory."""
         return self.kernel == IN_HOST_MEMORY
 
     @property
     def family(self) -> Family:
-        """The tables with which a table of this choice shares messages."""
+        """The family of tables with which a table of this choice shares messages."""
         return self.kind, self.exchange, self.transport
 
     @cached_property
     def message_type(self) -> str:
-        """The name of its messages in `Loads.types`; empty without any."""
+        """The name of its messages in `Loads.types`; empty if it sends none."""
         return message_type(*self.family)
 
     @property
@@ -100,7 +100,7 @@ class Choice:
     def suits(self, group: Span, *, is_even: bool) -> bool:
         """Tell whether groups can run it, and it differs there from the other choices.
 
-        Groups that are even have equally many ranks on each of their hosts.
+        Even groups have equally many ranks on each of their hosts.
         """
         if self.exchange is Exchange.ROW_PER_HOST or self.is_on_host:
             return group.crosses_hosts and group.ranks_per_host > 1 and is_even
@@ -115,25 +115,25 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A table to shard, and the ways that are allowed."""
+    """A table to shard, and the allowed ways."""
 
     path: str
     """The path of the table's module in the model."""
 
     weight: torch.Tensor
-    """The table's parameter, read for its shape and type only."""
+    """The table's parameter, used only for its shape and type."""
 
     work: TableWork
     choices: Sequence[Choice]
 
     constraint: ParameterConstraints | None = None
-    """The user's constraint; the parts that aren't about the search go into the plan."""
+    """The user's constraint; the parts that don't concern the search go into the plan."""
 
     can_be_hot: bool = True
-    """Whether rows may have replicas, and the user leaves their number open."""
+    """True if rows may have replicas, and the user leaves their number open."""
 
     num_groups: int | Literal["each"] | None = None
-    """The number of copies, as in `ParameterConstraints2D`; 1 where none can be kept equal."""
+    """The number of copies, as in `ParameterConstraints2D`; 1 if several can't be kept equal."""
 
     keeps_rows_together: bool = False
     """True if no shard may have one row beside others, for an optimizer's sake."""
@@ -143,7 +143,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The name of the table."""
+        """The table's name."""
         return self.work.name
 
     @property
@@ -152,14 +152,14 @@ class Candidate:
         return getattr(self.constraint, "stored_as", RowStorage.PLAIN)
 
     def suiting(self, group: Span, *, is_even: bool) -> Sequence[Choice]:
-        """Return the choices that suit a group; where none does, those that it can run."""
+        """Return the choices that suit a group; if none does, those that it can run."""
         running = [choice for choice in self.choices if choice.works(is_even=is_even)]
         unsaved = self.unsaved_types(group)
         running = [choice for choice in running if choice.kind not in unsaved] or running
         return [choice for choice in running if choice.suits(group, is_even=is_even)] or running
 
     def unsaved_types(self, group: Span) -> Sequence[ShardingType]:
-        """Return the types whose shards of one row TorchRec can't save with the optimizer."""
+        """Return the types whose one-row shards TorchRec can't save with the optimizer."""
         if not self.keeps_rows_together:
             return ()
         parts = {
@@ -174,7 +174,7 @@ class Candidate:
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
         """Return the table as a choice shards it.
 
-        Where the choice leaves ranks free, they are one for each table- or column-wise shard, and
+        If the choice leaves ranks free, ``ranks`` has one for each table- or column-wise shard, and
         all of a host's for each part with rows on all of them.
         """
         if choice.kind is ShardingType.ROW_WISE:
@@ -200,7 +200,7 @@ class Candidate:
         return Shards(np.array(ranks), rows, columns)
 
     def somewhere(self, choice: Choice, group: Span) -> Placed:
-        """Return the table on a group's first ranks, where the choice leaves ranks free."""
+        """Return the table on a group's first ranks, if the choice leaves ranks free."""
         ranks: Sequence[int] = [part % group.num_ranks for part in range(choice.column_shards)]
         if choice.is_on_host:
             idle = np.zeros(group.ranks_per_host)
@@ -209,9 +209,9 @@ class Candidate:
         return self.placed(choice, ranks, group)
 
     def may_be_hot(self, choice: Choice) -> bool:
-        """Tell whether row replicas would save anything: a stock exchange ships every bag.
+        """Tell whether row replicas would save anything: a stock exchange sends every bag.
 
-        Replicas of rows in the host's memory are in the GPU's, which is faster.
+        Replicas of rows in host memory are in the GPU's, which is faster.
         """
         ships_all = choice.exchange is Exchange.POOLED and not self.work.is_sequence
         return (
@@ -221,7 +221,7 @@ class Candidate:
         )
 
     def shapes(self, choice: Choice, group: Span) -> tuple[list[list[int]], list[list[int]]]:
-        """Return shard sizes and offsets as TorchRec deals them."""
+        """Return shard sizes and offsets as dealt by TorchRec."""
         return calculate_shard_sizes_and_offsets(
             self.weight,
             group.num_ranks,
@@ -231,7 +231,7 @@ class Candidate:
         )
 
     def additions(self, choice: Choice, group: Span) -> dict[str, Any]:
-        """Return what a choice means for the table beside TorchRec's fields of a sharding.
+        """Return a choice's values for the fields that TorchRec's sharding lacks.
 
         Without statistics the first rows are hot, as in tables sorted by use.
         """
@@ -246,12 +246,12 @@ class Candidate:
         }
 
     def owners(self, choice: Choice, group: Span) -> RowOwners:
-        """Return the row owners: hashed where blocks of rows are used unevenly."""
+        """Return the row owners: hashed if blocks of rows are used unevenly."""
         access = self.work.access
         if choice.exchange not in ROW_EXCHANGES or self.stored_as is RowStorage.INT8:
             return RowOwners.BLOCK
         if access is None or not access.num_lookups:
-            # Tables are often sorted by use; nobody knows whether this one is.
+            # Tables are often sorted by use; it isn't known whether this one is.
             return RowOwners.HASH if self.work.skew else RowOwners.BLOCK
         if group.num_ranks not in self._busiest:
             shares = access.share_by_block(group.num_ranks)

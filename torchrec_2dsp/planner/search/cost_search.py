@@ -1,4 +1,4 @@
-"""`CostSearch`: search meshes, choices and copies of all tables by predicted step time."""
+"""`CostSearch`: search all tables' meshes, choices and copies by predicted step time."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,17 +36,17 @@ from torchrec_2dsp.planner.topology import no_plan_text, shortfall_text
 logger = logging.getLogger(__name__)
 
 _MAX_GROUP_SIZE = 128
-"""The largest sharding groups that are tried, unless a mesh is given."""
+"""The largest sharding groups to try, unless a mesh is given."""
 
 
 @dataclass(frozen=True)
 class CostSearch:
-    """A search by cost: its knowledge, and the machines."""
+    """A search by cost, with its knowledge and the machines."""
 
     calibration: Calibration
 
     mesh: Mesh2D | None
-    """The only mesh that is tried; `None` for all that the world allows."""
+    """The only mesh to try; `None` for all that the world allows."""
 
     sync: SyncConfig
 
@@ -57,22 +57,22 @@ class CostSearch:
     access: AccessStats | None = None
 
     workload: Workload | None = None
-    """A step's work; `None` for what model, constraints and statistics say."""
+    """A step's work; `None` for that of model, constraints and statistics."""
 
     transports: Sequence[Transport] = (Transport.FP32,)
-    """Wire formats that are allowed where the constraints don't name any."""
+    """The wire formats allowed where the constraints don't name any."""
 
     exchanges: Sequence[Exchange] = ()
-    """Exchanges that are allowed where the constraints don't name any; none for all of them."""
+    """The exchanges allowed where the constraints don't name any; empty for all."""
 
     pipelines: Sequence[Pipeline] = tuple(Pipeline)
     """The train pipelines that may run the plan."""
 
     full_duplex: Sequence[bool] = (False, True)
-    """The all-to-alls to try, where the backend has two: its own, and those in full duplex."""
+    """The all-to-alls to try, if the backend has two: its own, and the full-duplex ones."""
 
     has_small_buckets: bool = False
-    """True if dense gradients are summed as in `small_bucket_bytes`."""
+    """True if dense gradients are summed in buckets of `small_bucket_bytes`."""
 
     def __post_init__(self) -> None:
         if self.workload is not None and self.access is not None:
@@ -86,7 +86,7 @@ class CostSearch:
     ) -> SearchResult:
         """Search the best placements in the ``available`` memory; a `PlanError` if nothing fits.
 
-        Tables may be in the host's memory where that of GPUs doesn't suffice.
+        Tables may be in host memory if GPU memory doesn't suffice.
         """
         workload = self.workload_of(module, _sharders_wire_bytes(sharders))
         device, room = available.compute_device, room_of(available)
@@ -122,7 +122,7 @@ class CostSearch:
             chosen = chosen_on_each(candidates_in((transport,)), settings, room)
             return chosen[0][1][0].rated_s if chosen else np.inf
 
-        # One for all tables whose constraints name none: each more needs messages of its own.
+        # One for all tables whose constraints name none: each further one needs its own messages.
         several = len(self.transports) > 1
         transport = min(self.transports, key=rated_s) if several else self.transports[0]
         candidates = candidates_in((transport,))
@@ -141,7 +141,7 @@ class CostSearch:
         return candidates, result
 
     def _check_exchanges(self, candidates: Sequence[Candidate]) -> None:
-        """Raise `ConfigError` for an exchange that none of the tables can have."""
+        """Raise `ConfigError` for an exchange that no table can have."""
         possible = {
             choice.exchange
             for candidate in candidates
@@ -157,9 +157,9 @@ class CostSearch:
                 )
 
     def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:
-        """Return a setting for every mesh, pipeline and all-to-all, the simplest first.
+        """Return a setting for every mesh, pipeline and all-to-all, simplest first.
 
-        Warns where machines differ from the calibrated ones.
+        Warns if machines differ from the calibrated ones.
         """
         per_host = world.local_world_size
         differences = self.calibration.differences(
@@ -180,7 +180,7 @@ class CostSearch:
         ]
 
     def workload_of(self, module: nn.Module, wire_bytes: tuple[float, float]) -> Workload:
-        """Return a step's work; ``wire_bytes`` per number in the forward and backward exchange."""
+        """Return a step's work; ``wire_bytes`` are per number in forward and backward exchange."""
         if self.workload is not None:
             return self.workload
         workload = Workload.of_model(
@@ -200,7 +200,7 @@ class CostSearch:
 
 
 def room_of(topology: Topology) -> Room:
-    """Return the bytes that every rank has for tables and buffers."""
+    """Return every rank's bytes for tables and buffers."""
     hbm, ddr = (
         float(min(getattr(device.storage, kind) for device in topology.devices))
         for kind in ("hbm", "ddr")
@@ -209,7 +209,7 @@ def room_of(topology: Topology) -> Room:
 
 
 def _sharders_wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, float]:
-    """Return the bytes per number on the wire, with the sharders' quantised communication."""
+    """Return the bytes per number on the wire, including the sharders' quantised communication."""
     for sharder in sharders:
         registry = cast(Any, sharder).qcomm_codecs_registry or {}
         codecs = registry.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
@@ -220,9 +220,9 @@ def _sharders_wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[
 
 
 def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: Room) -> str:
-    """Compare the least memory that tables need in the largest groups with the room there is.
+    """Compare the least memory that tables need in the largest groups with the available memory.
 
-    Where tables may be in either, that of GPUs and of their hosts together.
+    If tables may be in either memory, that of GPUs and of their hosts count together.
     """
     spills = any(choice.in_host_memory for table in candidates for choice in table.choices)
     rank_bytes = int(sum(room) if spills else room.device)
@@ -247,12 +247,12 @@ def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: Room
 
 
 def meshes_of(world_size: int, local_world_size: int) -> Iterator[Mesh2D]:
-    """Yield all meshes of a world that are tried, the smallest groups first."""
+    """Yield all meshes of a world to try, smallest groups first."""
     for group_size in divisors(world_size):
         if group_size > _MAX_GROUP_SIZE:
             break
         mesh = Mesh2D(world_size // group_size, group_size)
         yield mesh
-        # In one host, all groups are alike but for the order of ranks.
+        # In one host, layouts only differ in the order of ranks.
         if 1 < group_size < world_size and world_size > local_world_size:
             yield replace(mesh, layout=RankLayout.CONTIGUOUS)

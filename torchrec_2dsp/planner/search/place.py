@@ -26,10 +26,10 @@ _MAX_EXCHANGES_PER_ITEM = 10
 def place(
     space: Space, selection: Selection, prices: Floats, room: Room
 ) -> "list[Sequence[int]] | None":
-    """Return ranks for each table's free shards; `None` where memory doesn't suffice.
+    """Return ranks for each table's free shards; `None` if memory doesn't suffice.
 
-    Tables that lie on a host are dealt to hosts first, then shards to ranks. ``prices`` for `LOADS`
-    say how long a shard keeps its rank busy.
+    Tables that lie on a host are first dealt to hosts, then their shards to ranks. ``prices`` for
+    `LOADS` determine how long a shard keeps its rank busy.
     """
     choices = space.chosen(selection)
     is_in_host = any(choice.in_host_memory for choice in choices)
@@ -54,7 +54,7 @@ class _Dealing:
     selection: Selection
     prices: Floats
     room: Floats
-    """Bytes of each kind of memory on a rank: its device's, and its host's if that is used."""
+    """Bytes of each kind of memory on a rank: its device's, and its host's if it is used."""
 
     def __post_init__(self) -> None:
         self.choices = self.space.chosen(self.selection)
@@ -73,7 +73,7 @@ class _Dealing:
         return np.stack(by_kind[: len(self.room)], axis=1)
 
     def parts(self, tables: Sequence[int]) -> tuple[list[int], Floats]:
-        """Return the table and the needed bytes of each part; those on all ranks are counted."""
+        """Return each part's table and needed bytes; take the bytes that are on all bins."""
         needs = np.zeros((len(tables), len(self.room)))
         for number, table in enumerate(tables):
             bins, parts = self.kept(table), self.choices[table].num_parts
@@ -126,7 +126,7 @@ class _Dealing:
         return None if bin_of is None else bin_of.tolist()
 
     def _seconds(self, table: int) -> float:
-        """Return the seconds for which a part keeps its rank busy, or all ranks on its host."""
+        """Return the seconds for which a part keeps its rank, or all ranks on its host, busy."""
         choice, loads = self.choices[table], self.space.loads[table, self.selection[table]]
         whole = float(loads @ self.prices) * self.group.num_ranks / choice.num_parts
         return whole / (self.group.ranks_per_host if choice.is_on_host else 1)
@@ -140,7 +140,7 @@ class Items:
     """Each item's time, which is to be balanced."""
 
     needs: Floats
-    """Bytes that each item needs: items, kinds of memory."""
+    """Each item's needed bytes: items, kinds of memory."""
 
 
 @dataclass(frozen=True)
@@ -148,24 +148,24 @@ class Bins:
     """The bins to which items are dealt."""
 
     times: Floats
-    """The time that each bin has already."""
+    """Each bin's time so far."""
 
     room: Floats
-    """Bytes that each bin has room for: bins, kinds of memory."""
+    """Each bin's room in bytes: bins, kinds of memory."""
 
     def loads(self, items: Items, assignment: Assignment) -> Floats:
         """Return each bin's time."""
         return self.times + np.bincount(assignment, items.times, minlength=len(self.times))
 
     def left(self, items: Items, assignment: Assignment) -> Floats:
-        """Return the room left in each bin, below zero where there is too little."""
+        """Return the room left in each bin, negative if there is too little."""
         used = np.zeros_like(self.room)
         np.add.at(used, assignment, items.needs)
         return self.room - used
 
 
 def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignment | None:
-    """Return the most even assignment within memory; `None` where none is found.
+    """Return the most even assignment within memory; `None` if none is found.
 
     ``start`` is an assignment to improve on, by default the greedy one.
     """
@@ -182,7 +182,7 @@ def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignme
 
 
 def greedy(items: Items, bins: Bins) -> Assignment | None:
-    """Deal the longest first, each to the emptiest bin with room; `None` where there is none."""
+    """Deal the longest items first, each to the emptiest bin with room; `None` if there is none."""
     bin_of = np.zeros(len(items.times), dtype=np.int64)
     loads, room = bins.times.astype(np.float64), bins.room.astype(np.float64)
     for item in np.lexsort((-items.needs.sum(axis=1), -items.times)).tolist():
@@ -197,11 +197,11 @@ def greedy(items: Items, bins: Bins) -> Assignment | None:
 
 
 def largest_differencing(times: Floats, base: Floats) -> Assignment:
-    """Partition by Karmarkar and Karp's method for any number of bins, without regard to memory.
+    """Partition by Karmarkar and Karp's method for any number of bins, ignoring memory.
 
-    It begins with a partition for each item, in which one bin has it and the others have nothing,
-    and joins the two partitions whose bins differ most, the fullest bin of one with the emptiest of
-    the other, until there is one. ``base`` is the time that each bin has already.
+    It begins with a partition for each item, in which one bin has it and the others have nothing.
+    It joins the two partitions whose bins differ most, the fullest bin of one with the emptiest of
+    the other, until only one is left. ``base`` is each bin's time so far.
 
     Example:
         >>> import numpy as np
@@ -214,7 +214,7 @@ def largest_differencing(times: Floats, base: Floats) -> Assignment:
     num_bins = len(base)
     order = np.argsort(-base, kind="stable")
     # A partition has sums, largest first, and each bin's contents, as a tree. The number in
-    # between decides ties, the same way everywhere.
+    # between breaks ties, the same way everywhere.
     heap: list[tuple[float, int, Floats, list[Any]]] = [
         (-float(base.max() - base.min()), -1, base[order], [(int(place),) for place in order])
     ]
@@ -241,7 +241,7 @@ def largest_differencing(times: Floats, base: Floats) -> Assignment:
 
 
 def within_memory(items: Items, bins: Bins, assignment: Assignment) -> Assignment | None:
-    """Move items out of bins that lack room, the neediest first; `None` where that fails."""
+    """Move items out of bins that lack room, neediest first; return `None` if that fails."""
     moved = assignment.copy()
     room, loads = bins.left(items, moved), bins.loads(items, moved)
     while (room < 0).any():
@@ -312,7 +312,7 @@ def _exchanges(
         change = items.times[movable][:, None] - times[None, :]
         more = items.needs[movable][:, None, :] - needs[None, :, :]
         fits = ((room[target] >= more) & (room[fullest] >= -more)).all(axis=2)
-        # The nearer to half of the gap, the more even.
+        # The closer to half of the gap, the more even.
         height = np.where(fits & (change > 0), np.maximum(gap - change, change), np.inf)
         if height.size == 0 or not np.isfinite(height.min()):
             continue

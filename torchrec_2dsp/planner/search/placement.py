@@ -25,16 +25,16 @@ from torchrec_2dsp.planner.search.choices import Candidate, Choice
 from torchrec_2dsp.planner.search.space import Room, Space
 
 _LEAST_GAIN = 1e-6
-"""The share by which a change must shorten the step, so that rounding changes nothing."""
+"""The share by which a change must shorten the step, so that rounding has no effect."""
 _MAX_REMEMBERED = 20_000
-"""The most tables times ranks for which the sums of single tables are remembered."""
+"""The most tables times ranks for which single tables' sums are remembered."""
 _FIRST_RUN = 16
 _RUN_GROWTH = 4
 _MIN_GAIN = 0.2
-"""The share of table time that hot rows must save: their own part is predicted too short."""
+"""The share of table time that hot rows must save, as their own part is predicted too short."""
 
 RanksOf = tuple[int, ...]
-"""The ranks of a table's shards, where the choice leaves them free."""
+"""The ranks of a table's shards, if the choice leaves them free."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sums:
     """A row for each of `LOADS`, a column for each rank."""
 
     table_bytes: Floats
-    """Bytes of tables without buffers on each rank's device, and in its host's memory."""
+    """Tables' bytes without buffers, on each rank's device and in its host's memory."""
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(self.loads + other.loads, self.table_bytes + other.table_bytes)
@@ -70,20 +70,20 @@ class Placement:
 
 
 class Descent:
-    """Shortens a placement's step by changing tables; caches the sums of single tables."""
+    """Shortens a placement's step by changing tables; caches single tables' sums."""
 
     def __init__(self, space: Space, prices: Floats, room: Room) -> None:
         setting = space.setting
         self._space = space
         self.prices = prices
-        """Seconds for one unit more of each of `LOADS`."""
+        """Seconds for one more unit of each of `LOADS`."""
         self._room = room
         self._group = setting.group
         self._buffers = setting.buffer_bytes
         self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
         self._last: tuple[Placement, Sums] | None = None
         self._ratings: dict[bytes, float] = {}
-        """Ratings by a digest of sums and message types: alike tables are tried alike."""
+        """Ratings by a digest of sums and message types, because alike tables are tried alike."""
 
     def sums(self, placement: Placement) -> Sums:
         """Sum loads and memory over all tables."""
@@ -107,7 +107,7 @@ class Descent:
         return self._step_cost(self.sums(placement), placement.choices)
 
     def rated_s(self, placement: Placement) -> float:
-        """Rate a placement; infinite where memory doesn't suffice."""
+        """Rate a placement; infinite if memory doesn't suffice."""
         return self._rated_s(self.sums(placement), placement.choices)
 
     def bytes_by_rank(self, placement: Placement) -> Floats:
@@ -117,15 +117,15 @@ class Descent:
     def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
         """Improve the start until nothing helps or ``max_tries`` are used; return the tries left.
 
-        A start that doesn't fit, because its buffers aren't even, is replaced by whatever does.
+        A start that doesn't fit, because its buffers aren't even, is replaced by any that does.
         """
         spread, max_tries = self._spread(start, max_tries)
         return self._singly(spread, max_tries)
 
     def _spread(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
-        """Spread the busiest tables together over all ranks, where that helps.
+        """Spread the busiest tables together over all ranks, if that helps.
 
-        Single changes don't find this: of two large tables on two ranks, moving one leaves the
+        Single changes don't find this: with two large tables on two ranks, moving one leaves the
         other rank as busy as it was.
         """
         best, placement = self.rated_s(start), start
@@ -150,7 +150,7 @@ class Descent:
         return placement, max_tries
 
     def _singly(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
-        """Change single tables, one after the other, where that helps."""
+        """Change single tables, one after another, if that helps."""
         placement, sums = start, self.sums(start)
         best = self._rated_s(sums, start.choices)
         since_gain = 0
@@ -221,12 +221,12 @@ class Descent:
         return self._space.setting.step_cost(loads)
 
     def _tries(self, table: int, others: Sums) -> Iterator[tuple[Choice, RanksOf]]:
-        """Yield all choices, on the ranks or hosts with least to do beside a table."""
+        """Yield all choices, on the ranks or hosts that are least busy with other tables."""
         busy = self.prices @ others.loads
         hosts = np.arange(len(busy)) // self._group.ranks_per_host
         busy_hosts = np.bincount(hosts, busy)
         by_rank = np.argsort(busy, kind="stable")
-        # Ranks of a host share its link.
+        # A host's ranks share its link.
         by_host = np.lexsort((busy, busy_hosts[hosts]))
         hosts_in_order = np.argsort(busy_hosts, kind="stable")
         for choice in self._space.choices[table]:
@@ -253,16 +253,16 @@ class Runs:
     num_rows: Floats
 
     benefits: Floats
-    """Seconds that each row saves; below zero where it costs more than it saves."""
+    """Seconds that each row saves; negative if it costs more than it saves."""
 
     num_bytes: Floats
     """Bytes that each row takes on every rank."""
 
 
 def rows_by_byte(runs: Runs, room: float) -> Floats:
-    """Return the rows to take from each run: the best for their bytes first, while there is room.
+    """Return the rows to take from each run: best per byte first, while there is room.
 
-    That saves the most, but for part of one row's benefit.
+    That saves the most, except for part of one row's benefit.
     """
     num_taken = np.zeros(len(runs.num_rows))
     order = np.argsort(-runs.benefits / runs.num_bytes, kind="stable")
@@ -275,7 +275,7 @@ def rows_by_byte(runs: Runs, room: float) -> Floats:
 
 
 def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: Room) -> Placement:
-    """Return the placement with the hot rows that pay, or itself where none do.
+    """Return the placement with the hot rows that pay off, or unchanged if none do.
 
     Reference: P2RES, whose performance model this follows; see docs/guides/planner.md.
     """
@@ -300,7 +300,7 @@ def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: Ro
 
 
 def _runs(space: Space, placement: Placement) -> Runs | None:
-    """Return the runs in all tables that may have hot rows; `None` without any."""
+    """Return the runs in all tables that may have hot rows; `None` if there are none."""
     loads = {
         table: _loads_by_size(space, table, choice)
         for table, choice in enumerate(placement.choices)
@@ -308,7 +308,7 @@ def _runs(space: Space, placement: Placement) -> Runs | None:
     }
     if not any(len(of_sizes) > 1 for of_sizes in loads.values()):
         return None
-    # Loads that only hot rows have get prices where there are some.
+    # Loads that only hot rows have get prices from a middle hot set.
     prices = space.prices(
         np.sum([of_sizes[len(of_sizes) // 2] for of_sizes in loads.values()], axis=0)
     )
@@ -349,7 +349,7 @@ def _hot_set_sizes(work: TableWork) -> list[int]:
 def concave_runs(sizes: Floats, costs: Floats) -> Iterator[tuple[float, float]]:
     """Yield runs with falling benefit: their rows, and the seconds that each row saves.
 
-    A run that would save more than the one before it is joined to it, as its rows come later.
+    A run that would save more than the previous one is joined to it, as its rows come later.
     """
     runs: list[tuple[float, float]] = []
     for num_rows, saved in zip(np.diff(sizes), -np.diff(costs), strict=True):
@@ -363,7 +363,7 @@ def concave_runs(sizes: Floats, costs: Floats) -> Iterator[tuple[float, float]]:
 
 @lru_cache(2**14)
 def _place_of(device: str, rank: int, ranks_per_host: int) -> Any:
-    """Return TorchRec's placement of a rank; it takes long to parse one for each shard."""
+    """Return TorchRec's placement of a rank, cached because parsing one for each shard is slow."""
     return ShardMetadata([0], [0], placement(device, rank, ranks_per_host)).placement
 
 
@@ -377,14 +377,14 @@ class MeshPlacement:
     cost: StepCost
 
     bytes_by_rank: Ranks
-    """Bytes on each rank of a group."""
+    """Bytes on each of a group's ranks."""
 
     once: "MeshPlacement | None" = None
-    """Tables with one copy in the world beside those; cost and memory count them."""
+    """Tables with one copy in the world beside these; cost and memory include them."""
 
     @property
     def where(self) -> str:
-        """The mesh, and the number of tables that have one copy beside it."""
+        """The mesh, and the number of tables with one copy beside it."""
         where = str(self.setting)
         return where if self.once is None else f"{where}, {len(self.once.candidates)} in the world"
 
@@ -401,7 +401,7 @@ class MeshPlacement:
 
     @property
     def rated_s(self) -> float:
-        """The rating by which it is compared with others."""
+        """The rating for comparing placements."""
         in_world = set() if self.once is None else self.once._types()
         return rated(self.cost, self._types(), in_world)
 
@@ -469,17 +469,17 @@ class Tried:
     bytes_of_rank: float
     """Bytes on a rank, buffers included."""
     ways: str = ""
-    """The number of tables for each way to shard them, in words."""
+    """The number of tables for each way of sharding, in words."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Placements, the best first and none if nothing fits, and all attempts that fit."""
+    """Placements, best first and none if nothing fits, and all attempts that fit."""
 
     placements: Sequence[MeshPlacement]
     tried: Sequence[Tried]
     room: Room
-    """The memory that each rank has for tables and buffers."""
+    """Each rank's memory for tables and buffers."""
 
     gain_by_int4: float = 1.0
     """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""

@@ -21,19 +21,19 @@ from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, RowOwners
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
 
 Selection = NDArray[np.int64]
-"""The number of a choice, for each table."""
+"""Each table's choice, by number."""
 
 _Mask = NDArray[np.bool_]
 
 _RESCHEDULED = 4
-"""The best choices for all tables that are rated under other pipelines and all-to-alls."""
+"""The number of best choices that are rated under other pipelines and all-to-alls."""
 _LEAST_GAIN = 0.01
-"""The share of a step that a pipeline or all-to-all which isn't the simplest has to save."""
+"""The share of a step that a pipeline or all-to-all other than the simplest must save."""
 _STEP = 0.01
-"""The share of a load by which it is raised to find its price."""
+"""The share by which a load is raised to find its price."""
 _BISECTIONS = 40
 _LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
-"""Seconds for a byte of memory."""
+"""Seconds per byte of memory."""
 _EARLY = "early_from", "lagging_to", "beside_ids", "early_bytes", "lagging_bytes"
 _IS_EARLY = load_weights(**dict.fromkeys(_EARLY, 1.0)) > 0
 _MAX_AT_ONCE = 2**16
@@ -41,50 +41,50 @@ _MAX_AT_ONCE = 2**16
 _DIGITS = 9
 """The decimals of seconds in which choices must differ."""
 _MAX_WEIGHED = 300
-"""With more tables than these, a sample decides which meshes are searched closely."""
+"""The number of tables above which a sample decides which meshes are searched closely."""
 _SAMPLE = 100
 """The sample's approximate size, in tables."""
 
 
 class Room(NamedTuple):
-    """Bytes in a rank's memory, for tables and buffers or of them."""
+    """Bytes in a rank's memory, available or needed for tables and buffers."""
 
     device: float
-    """On the tables' device."""
+    """The bytes on the tables' device."""
 
     host: float = 0.0
-    """Beside a GPU's memory, in its host's."""
+    """The bytes in host memory, beside a GPU's."""
 
     def holds(self, other: "Room") -> bool:
-        """Tell whether there is room for so much."""
+        """Tell whether this room suffices for ``other``."""
         return self.device >= other.device and self.host >= other.host
 
     def without(self, other: "Room") -> "Room":
-        """Return what other tables leave."""
+        """Return the room that other tables leave."""
         return Room(self.device - other.device, self.host - other.host)
 
 
 class Effort(NamedTuple):
-    """Limits on how much a search tries."""
+    """Limits on the number of tries in a search."""
 
     meshes: int
-    """Meshes that are placed."""
+    """Meshes to place."""
     selections: int
-    """Selections that are placed on each mesh."""
+    """Selections to place on each mesh."""
     tries: int
     """Changes of single tables, on each mesh."""
 
 
 _FEW_TABLES = Effort(meshes=3, selections=12, tries=2_000)
 _MANY_TABLES = Effort(meshes=2, selections=1, tries=500)
-"""Single tables change little there."""
+"""With many tables, single ones matter little."""
 
 
 @dataclass(frozen=True)
 class Space:
     """Choices for all tables on one mesh, as if all ranks had an equal part of each.
 
-    Tables come first in all arrays and choices second; where a table has fewer choices than
+    Tables come first in all arrays and choices second; if a table has fewer choices than
     another one, the rest is `numpy.inf` in ``bytes_of_rank``.
     """
 
@@ -92,13 +92,13 @@ class Space:
     candidates: Sequence[Candidate]
 
     choices: Sequence[Sequence[Choice]]
-    """The choices for each table that suit the mesh."""
+    """Each table's choices that suit the mesh."""
 
     families: Sequence[Family]
     """All families, TorchRec's own exchange before the others."""
 
     family_of: NDArray[np.int64]
-    """The number of each choice's family."""
+    """Each choice's family, by number."""
 
     loads: Floats
     """A rank's share of each load: tables, choices, `LOADS`."""
@@ -113,18 +113,18 @@ class Space:
     """Bytes in the mean rank's share of its host's memory, beside a GPU's."""
 
     _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
-    """Prices by the loads they are for: many sets of families come to the same choices."""
+    """Prices by their loads, because many sets of families lead to the same choices."""
 
     loads_by_size: dict[tuple[int, Choice], Floats] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """A rank's share of a table's loads with hot sets of several sizes, where that was asked."""
+    """A rank's share of a table's loads with hot sets of several sizes, if requested before."""
 
     @classmethod
     def of(
         cls, candidates: Sequence[Candidate], setting: CostSetting, stand_for: float = 1.0
     ) -> "Space":
-        """Compute the space of some tables, each of which stands for so many."""
+        """Compute the space of some tables, each of which stands for ``stand_for`` tables."""
         group = setting.group
         node_size = setting.mesh.node_group_size(setting.local_world_size)
         is_even = node_size == group.ranks_per_host
@@ -171,7 +171,7 @@ class Space:
     def under(self, setting: CostSetting) -> "Space":
         """Return the space of another pipeline and all-to-all, in which rows travel early or not.
 
-        The other way round isn't possible: rows that don't travel early weren't counted.
+        The reverse is impossible: rows that don't travel early weren't counted.
         """
         loads = self.loads
         if self.setting.prefetches_rows and not setting.prefetches_rows:
@@ -222,14 +222,14 @@ class Space:
         return self.setting.step_cost(Loads.even(of_rank, types - {""}))
 
     def prices(self, of_rank: Floats) -> Floats:
-        """Return the seconds for one unit more of each of `LOADS`, for ranks with these loads.
+        """Return the seconds for one more unit of each of `LOADS`, for ranks with these loads.
 
-        Costs that are paid once, for the first unit of a kind, aren't in them.
+        They exclude costs that are paid once, for the first unit of a kind.
         """
         return np.maximum(self.prices_by_part(of_rank).sum(axis=1), 0.0)
 
     def prices_by_part(self, of_rank: Floats) -> Floats:
-        """Return the prices apart for each part of `StepCost`: loads, parts."""
+        """Return the prices separately for each part of `StepCost`: loads, parts."""
         prices = self._prices.get(of_rank.tobytes())
         if prices is None:
             prices = self._prices[of_rank.tobytes()] = self._raise_each(of_rank)
@@ -254,9 +254,9 @@ class Space:
 
     @cached_property
     def seconds(self) -> tuple[Floats, ...]:
-        """The seconds of each choice: for ranks without any load, and for those with usual loads.
+        """The seconds of each choice: for ranks without any load, and for ranks with usual loads.
 
-        Overlapped loads cost less, which shows where the loads beside them are known.
+        Overlapped loads cost less, which only shows if the loads beside them are known.
         """
         first = self.loads @ self.prices(np.zeros(len(LOADS)))
         cheapest = _argmin(np.where(np.isfinite(self.bytes_of_rank), first, np.inf))
@@ -264,7 +264,7 @@ class Space:
 
 
 def _alike(candidates: Sequence[Candidate], group: Span) -> list[list[int]]:
-    """Return the numbers of tables that are alike and have equal choices, together."""
+    """Return the numbers of tables with the same likeness and choices, grouped."""
     groups: dict[Hashable, list[int]] = {}
     for number, candidate in enumerate(candidates):
         unsaved = tuple(candidate.unsaved_types(group))
@@ -276,7 +276,7 @@ def _alike(candidates: Sequence[Candidate], group: Span) -> list[list[int]]:
 def _parts(
     candidates: Sequence[Candidate], tables: Sequence[int], choice: Choice, group: Span
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of tables whose loads are computed together, of those that are alike."""
+    """Yield groups of alike tables' numbers whose loads are computed together."""
     most = 1 if choice.num_hot else max(1, _MAX_AT_ONCE // group.num_ranks)
     by_owners: dict[RowOwners, list[int]] = {}
     for table in tables:
@@ -287,7 +287,7 @@ def _parts(
 
 
 def _together(candidates: Sequence[Candidate], part: Sequence[int]) -> Candidate:
-    """Return a candidate that stands for tables that are alike."""
+    """Return a candidate that stands for alike tables."""
     first = candidates[part[0]]
     if len(part) == 1:
         return first
@@ -296,7 +296,7 @@ def _together(candidates: Sequence[Candidate], part: Sequence[int]) -> Candidate
 
 @dataclass(frozen=True)
 class Selected:
-    """A choice for each table, with its step and rating if all ranks had the same to do."""
+    """A choice for each table, with its step and rating if all ranks had equal work."""
 
     selection: Selection
     cost: StepCost
@@ -313,7 +313,7 @@ class Selected:
 def chosen_on_each(
     candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room
 ) -> list[tuple[Space, list[Selected]]]:
-    """Choose on each mesh; return meshes and choices that fit, the best first.
+    """Choose on each mesh; return meshes and choices that fit, best first.
 
     With many tables, a sample decides which meshes are searched closely.
     """
@@ -328,7 +328,7 @@ def _on_each(
     room: Room,
     stand_for: float = 1.0,
 ) -> list[tuple[Space, list[Selected]]]:
-    """Choose on each mesh, and the schedule: pipeline and all-to-all; the best mesh first."""
+    """Choose on each mesh, and choose its schedule: pipeline and all-to-all; best mesh first."""
     by_mesh: dict[Mesh2D, list[CostSetting]] = {}
     for setting in settings:
         by_mesh.setdefault(setting.mesh, []).append(setting)
@@ -342,15 +342,15 @@ def _scheduled(
     room: Room,
     stand_for: float,
 ) -> tuple[Space, list[Selected]]:
-    """Choose for all tables on a mesh, and one of its schedules.
+    """Choose for all tables on a mesh, and choose one of its schedules.
 
-    Schedules change little in what is best for a table, so choices are found under one of them,
+    Schedules hardly change what is best for a table, so choices are found under one of them,
     rated under all, and found again under the best.
     """
     whole = Space.of(
         candidates, max(settings, key=lambda setting: setting.prefetches_rows), stand_for
     )
-    # With the most that may be hidden but for rows, whose loads are others.
+    # The one that can hide most, except rows, whose loads differ.
     usual = max(
         (setting for setting in settings if not setting.prefetches_rows),
         key=lambda setting: (setting.pipeline is Pipeline.SPARSE_DIST, setting.full_duplex),
@@ -387,7 +387,7 @@ def is_searched_closely(candidates: Sequence[Candidate]) -> bool:
 
 
 def effort_for(candidates: Sequence[Candidate]) -> Effort:
-    """Return the effort for so many tables."""
+    """Return the effort for this many tables."""
     return _FEW_TABLES if is_searched_closely(candidates) else _MANY_TABLES
 
 
@@ -406,7 +406,7 @@ def _best_settings(
 
 
 def selections(space: Space, room: Room) -> list[Selected]:
-    """Return good choices for all tables within the ranks' ``room``, the best first.
+    """Return good choices for all tables within the ranks' ``room``, best first.
 
     A step's cost is nearly a sum over tables, so each takes what is cheapest for it; but the first
     table in a family pays for messages and kernels that the others share. So sets of families are
@@ -427,13 +427,13 @@ def selections(space: Space, room: Room) -> list[Selected]:
             _try(space, room, best | {family}, tried)
         if min(selected.rated_s for selected in tried.values()) >= before:
             break
-    # Ratings that differ by rounding alone stay in their order.
+    # Ratings that differ only by rounding keep their order.
     ordered = sorted(tried.values(), key=lambda selected: round(selected.rated_s, _DIGITS))
     return list({selected.selection.tobytes(): selected for selected in ordered}.values())
 
 
 def smallest(space: Space) -> Selected:
-    """Return the last resort, where nothing better finds ranks: the smallest shards."""
+    """Return the smallest shards, as a last resort if nothing better finds ranks."""
     return Selected.of(space, _argmin(space.bytes_of_shard + space.bytes_of_rank))
 
 
@@ -456,16 +456,16 @@ def _try(
 
 
 def _allowed(space: Space, families: Iterable[int], room: Room) -> _Mask:
-    """Mask the choices in some families that fit; all that fit for tables without any."""
+    """Mask the choices in some families that fit; for tables without any, all that fit."""
     fits = np.isfinite(space.bytes_of_rank) & (space.bytes_of_shard <= room.device)
     of_families = fits & np.isin(space.family_of, list(families))
     return np.where(of_families.any(axis=1, keepdims=True), of_families, fits)
 
 
 def _cheapest_within(space: Space, seconds: Floats, allowed: _Mask, room: Room) -> Selection | None:
-    """Return the cheapest choices that fit together; `None` where nothing does.
+    """Return the cheapest choices that fit together; `None` if nothing does.
 
-    Bisection finds the lowest price for a byte of memory at which all fit.
+    Bisection finds the lowest price per byte of memory at which all fit.
     """
     if not allowed.any(axis=1).all():
         return None
@@ -488,7 +488,7 @@ def _cheapest_within(space: Space, seconds: Floats, allowed: _Mask, room: Room) 
             high = price
         else:
             low = price
-    # The lowest price at which devices are full enough leaves least for the host's memory.
+    # The lowest price at which devices are full enough leaves the least for host memory.
     fitting = (each for each in (at_price(high), least) if room.holds(space.bytes_of(each)))
     return next(fitting, None)
 

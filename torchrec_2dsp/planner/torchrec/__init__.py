@@ -1,1 +1,1 @@
-"""Parts for TorchRec's own planner, which reach the search by cost through the proposers."""
+"""Parts for TorchRec's own planner; its proposers use the search by cost."""

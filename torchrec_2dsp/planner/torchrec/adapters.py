@@ -41,7 +41,7 @@ from torchrec_2dsp.planner.topology import group_topology
 logger = logging.getLogger(__name__)
 
 TYPE_ORDER = {member.value: index for index, member in enumerate(ShardingType)}
-"""TorchRec's order of its types, simplest placement first: the order in which ties are broken."""
+"""TorchRec's order of its types, simplest placement first, in which ties are broken."""
 
 _BY_DEVICE = "device"
 _KEY_VALUE = "key_value"
@@ -51,8 +51,8 @@ _SIGNATURE = inspect.signature(Stats.log)
 def searched_type(sharding_type: str) -> str:
     """Return the name under which a planner searches a type: its 2D form.
 
-    Data parallel keeps its name. It means the same in both worlds, a replica on every rank of
-    the world, and TorchRec's planner accepts its dense kernel under no other name. `Plan2D`
+    Data parallel keeps its name. It means the same in both cases, a replica on every rank of
+    the world, and TorchRec's planner accepts its dense kernel only under this name. `Plan2D`
     gives it the 2D form.
     """
     if base_type(sharding_type) == ShardingType.DATA_PARALLEL.value:
@@ -62,7 +62,7 @@ def searched_type(sharding_type: str) -> str:
 
 @contextmanager
 def base_types(options: Sequence[ShardingOption]) -> Iterator[None]:
-    """Show TorchRec's components its own type names on ``options``, in place, meanwhile."""
+    """Show TorchRec's components its own type names on ``options``, in place, in the context."""
     before = [option.sharding_type for option in options]
     try:
         for option in options:
@@ -74,7 +74,7 @@ def base_types(options: Sequence[ShardingOption]) -> Iterator[None]:
 
 
 def _proposed_type(options: Iterable[ShardingOption]) -> ProposedType | None:
-    """Return the type that knows a proposal's mesh and sync; `None` for stock proposals."""
+    """Return the type that carries a proposal's mesh and sync; `None` for stock proposals."""
     kinds = (option.sharding_type for option in options)
     return next((kind for kind in kinds if isinstance(kind, ProposedType)), None)
 
@@ -101,7 +101,7 @@ def _base_names(table: str, sharding_types: Iterable[str] | None) -> list[str] |
     if sharding_types is None:
         return None
     try:
-        # Some name types by TorchRec's enum.
+        # Some users name types by TorchRec's enum.
         names = (getattr(kind, "value", kind) for kind in sharding_types)
         return [base_type(name) for name in names]
     except PlanError as error:
@@ -111,7 +111,7 @@ def _base_names(table: str, sharding_types: Iterable[str] | None) -> list[str] |
 class Partitioner2D(Partitioner):
     """Runs a partitioner on TorchRec's own type names, for one sharding group.
 
-    TorchRec's partitioners place table-row-wise, table-column-wise and grid shards by those
+    TorchRec's partitioners place table-row-wise, table-column-wise and grid shards by these
     names, and find no rank for any other. `GroupSizeProposer` proposes ranks in one group,
     whatever the topology.
     """
@@ -119,12 +119,12 @@ class Partitioner2D(Partitioner):
     def __init__(self, inner: Partitioner | None = None) -> None:
         """Wrap ``inner``: `GreedyPerfPartitioner`, TorchRec's default."""
         self.inner = GreedyPerfPartitioner() if inner is None else inner
-        """The partitioner behind this one."""
+        """The wrapped partitioner."""
 
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
     ) -> list[ShardingOption]:
-        """Assign a rank to every shard, in place where ``inner`` does so."""
+        """Assign a rank to every shard, in place if ``inner`` does so."""
         names = {option.fqn: option.sharding_type for option in proposal}
         topology = _partitioned_topology(proposal, storage_constraint)
         with base_types(proposal):
@@ -143,9 +143,9 @@ def _partitioned_topology(proposal: list[ShardingOption], topology: Topology) ->
 class BalancedPartitioner(Partitioner):
     """Places shards that may lie on any rank more evenly than TorchRec's greedy partitioner.
 
-    Greedy takes shards by size and gives each to the rank with least to do. Largest differencing
-    (Karmarkar and Karp) decides late which rank gets what, and is nearer to even. Both are then
-    improved by exchanges with the busiest rank, within memory, and the better one is taken; so a
+    Greedy takes shards by size and gives each to the least busy rank. Largest differencing
+    (Karmarkar and Karp) decides late which rank gets what, and is more even. Both are then
+    improved by exchanges with the busiest rank, within memory, and the better result is taken, so a
     plan is never less even than the greedy one. Shards that share a host, or are on all ranks, stay
     where greedy puts them.
 
@@ -161,12 +161,12 @@ class BalancedPartitioner(Partitioner):
     def __init__(self, inner: Partitioner | None = None) -> None:
         """Improve on ``inner``: TorchRec's `GreedyPerfPartitioner` by default."""
         self.inner = Partitioner2D() if inner is None else inner
-        """The partitioner that is improved upon."""
+        """The partitioner to improve on."""
 
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
     ) -> list[ShardingOption]:
-        """Assign a rank to every shard, in place where ``inner`` does so.
+        """Assign a rank to every shard, in place if ``inner`` does so.
 
         Raises:
             PlannerError: ``inner`` finds no place for a shard.
@@ -226,12 +226,12 @@ class Stats2D(Stats):
         """Wrap a report.
 
         Args:
-            inner: writes the report: `EmbeddingStats`, TorchRec's default.
-            mesh: the ranks that repeat the plan; plans of this package's proposers know it.
-            sync: keeps replicas equal; they know it as well.
+            inner: the report's writer: `EmbeddingStats`, TorchRec's default.
+            mesh: the ranks that repeat the plan; plans of this package's proposers carry it.
+            sync: how replicas stay equal; these plans carry it, too.
         """
         self.inner = EmbeddingStats() if inner is None else inner
-        """The report behind this one."""
+        """The wrapped report."""
         self._mesh = mesh
         self._sync = sync
 
@@ -246,7 +246,7 @@ class Stats2D(Stats):
             option.sharding_type = base_type(option.sharding_type)
         ranks = {option.fqn: [_rank(shard) for shard in option.shards] for option in options}
         if mesh is not None and max(chain((0,), *ranks.values())) >= mesh.group_size:
-            mesh = None  # Beside tables with one copy, options have ranks of the world.
+            mesh = None  # With single-copy tables, options have world ranks.
         if mesh is not None:
             arguments["topology"] = group_topology(arguments["topology"], mesh)
         arguments["sharding_plan"] = _with_base_types(arguments["sharding_plan"], ranks)

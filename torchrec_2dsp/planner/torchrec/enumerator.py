@@ -1,9 +1,9 @@
 """`Enumerator2D`: 2D sharding types as options for TorchRec's planner, priced with their sync.
 
-`search_as_torchrec` plans by them with TorchRec's own proposers.
+`search_as_torchrec` plans with these options and TorchRec's own proposers.
 
-The sync has a deliberately simple price: bytes over bandwidth, no latency, no overlap with other
-work, rows hit evenly. It ranks sharding types against each other; it doesn't predict a step's time.
+The sync's price is deliberately simple: bytes over bandwidth, no latency, no overlap with other
+work, rows hit evenly. It compares sharding types; it doesn't predict a step's time.
 """
 
 import math
@@ -56,7 +56,7 @@ class Enumerator2D(EmbeddingEnumerator):
     """Lists the 2D form of each type that the sharder allows, priced with its sync.
 
     Any estimator runs on TorchRec's own type names; the replicas' cost is added last. Options
-    come in one order in every process, so that equal ratings give equal plans.
+    have the same order in every process, so that equal ratings give equal plans.
 
     Example:
         >>> from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -88,13 +88,13 @@ class Enumerator2D(EmbeddingEnumerator):
         """List options for one sharding group.
 
         Args:
-            topology: the whole world's.
+            topology: the whole world's topology.
             batch_size: samples per rank and step.
-            constraints: per table; types by TorchRec's name or by their 2D form.
+            constraints: per table, with types by TorchRec's name or by their 2D form.
             estimator: TorchRec's own by default.
             use_exact_enumerate_order: as in TorchRec.
             mesh: the ranks that repeat the plan.
-            sync: keeps replicas equal.
+            sync: how replicas stay equal.
         """
         self._stock_constraints = base_constraints(constraints)
         super().__init__(
@@ -136,8 +136,8 @@ class Enumerator2D(EmbeddingEnumerator):
         rows, dim = shard.size
         row_bytes = dim * option.tensor.element_size()
         if base_type(option.sharding_type) == ShardingType.DATA_PARALLEL.value:
-            # The gradient's all-reduce over the world is one inside each group, and one between
-            # replica peers, in which a rank takes part with its share of the table.
+            # The gradient's all-reduce over the world equals one inside each group, and one between
+            # replica peers, in which each rank reduces its share of the table.
             return self._all_reduce_ms(rows * row_bytes / self._mesh.group_size)
         if isinstance(self._sync, GradientSync):
             return self._row_sync_ms(option, rows, 1, self._sync.transport.codec.num_bytes(dim))
@@ -174,7 +174,7 @@ class Enumerator2D(EmbeddingEnumerator):
     ) -> float:
         """Price sending touched rows to each peer: gradients, or weights and state, and numbers.
 
-        A shard gets the lookups for its rows, all of them unless the table is sharded by rows.
+        A shard gets its rows' lookups, which are all lookups unless the table is sharded by rows.
         """
         table_rows = option.tensor.shape[0]
         if not table_rows:
@@ -185,7 +185,7 @@ class Enumerator2D(EmbeddingEnumerator):
         return sent_bytes / self._bandwidth
 
     def _lookups_per_rank(self, option: ShardingOption) -> float:
-        """Return the ids per step and rank, over all features of the table."""
+        """Return the ids per step and rank, over all of the table's features."""
         constraint = self._stock_constraints.get(option.name)
         batch_sizes = (constraint.batch_sizes if constraint else None) or [
             option.batch_size
@@ -210,9 +210,9 @@ def search_as_torchrec(
     sync: SyncConfig = EXACT_SYNC,
     **parts: Any,
 ) -> Plan2D:
-    """Plan one sharding group by TorchRec's search; it counts the sync as communication.
+    """Plan one sharding group by TorchRec's search, with the sync counted as communication.
 
-    The arguments are `Enumerator2D`'s; ``parts`` are others of TorchRec's planner.
+    The arguments are `Enumerator2D`'s; ``parts`` are further ones for TorchRec's planner.
     """
     check_model(module)
     check_tables(module)

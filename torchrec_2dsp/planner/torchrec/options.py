@@ -26,14 +26,14 @@ _PARTS = {
     "bwd_compute": ("update",),
     "bwd_comms": ("backward_exchange", "dense_exchange", "hot_rows", "sync"),
 }
-"""The parts of `StepCost` by TorchRec's names in `Perf`; it doesn't add ``input_dist_comms``."""
+"""The parts of `StepCost` by TorchRec's names in `Perf`, which doesn't add ``input_dist_comms``."""
 
 KnownOptions = Mapping[tuple[str, ShardingType, str], ShardingOption]
 """The enumerated options, by table, type and kernel."""
 
 
 def known_options(options: Iterable[ShardingOption]) -> KnownOptions:
-    """Index options by table, type and kernel, as a choice names them."""
+    """Index options by table, type and kernel, as in a choice."""
     return {
         (option.name, ShardingType(base_type(option.sharding_type)), option.compute_kernel): option
         for option in options
@@ -42,14 +42,14 @@ def known_options(options: Iterable[ShardingOption]) -> KnownOptions:
 
 @dataclass(frozen=True)
 class Draft:
-    """A placement on a mesh, whose shards TorchRec's planner gives ranks once more."""
+    """A placement on a mesh, to whose shards TorchRec's planner assigns ranks once more."""
 
     space: Space
     placement: Placement
 
     @cached_property
     def loads(self) -> Floats:
-        """A rank's loads for each table, if all had an equal part of it: tables, loads."""
+        """A rank's loads for each table, if all ranks had an equal part of it: tables, loads."""
         setting = self.space.setting
         loads = [
             setting.loads([candidate.somewhere(choice, setting.group)]).values.mean(axis=1)
@@ -59,14 +59,14 @@ class Draft:
 
     @cached_property
     def rated_s(self) -> float:
-        """The step's rating, if all ranks had the same to do."""
+        """The step's rating, if all ranks had equal work."""
         types = {choice.message_type for choice in self.placement.choices}
         return rated(self.space.step_cost(self.loads.sum(axis=0), types), types)
 
     def options(self, stock_options: KnownOptions, device: str) -> list[ShardingOption]:
-        """Return an option for each table, rated so that they add up to the step.
+        """Return an option for each table, rated so that the ratings add up to the step.
 
-        The dense part isn't in them. A shard that may lie anywhere is rated with an equal part of
+        They exclude the dense part. A shard that may lie anywhere is rated with an equal part of
         its table's work on all ranks; a shard of a table that lies everywhere, with its rank's
         work.
         """
@@ -89,7 +89,7 @@ class Draft:
         return zip(self.space.candidates, self.placement.choices, strict=True)
 
     def _prices(self) -> Floats:
-        """Return milliseconds for each load, apart for each part of `Perf`: loads, parts."""
+        """Return milliseconds for each load, separately for each part of `Perf`: loads, parts."""
         sums = self.loads.sum(axis=0)
         by_part = self.space.prices_by_part(sums)
         names = [name for name, _ in StepCost().parts()]
@@ -100,7 +100,7 @@ class Draft:
             ],
             axis=1,
         ).clip(min=0.0)
-        # Hidden seconds are in the whole, and in no part.
+        # Hidden seconds are in the whole, but in no part.
         visible = by_part.sum(axis=1, keepdims=True).clip(min=0.0)
         whole = by_field.sum(axis=1, keepdims=True)
         prices = by_field * visible / np.where(whole > 0, whole, 1.0)
@@ -150,13 +150,13 @@ class Draft:
 
 
 def _in_equal_parts(by_rank: Floats, num_parts: int) -> Floats:
-    """Deal all ranks' numbers evenly to so many shards."""
+    """Deal all ranks' numbers evenly to ``num_parts`` shards."""
     return np.repeat(by_rank.sum(axis=-1, keepdims=True), num_parts, axis=-1) / num_parts
 
 
 @dataclass(frozen=True)
 class PlannedOptions:
-    """A plan's options, and those it was chosen from; made when they are asked for."""
+    """A plan's options, and those from which they were chosen; created on request."""
 
     best: MeshPlacement
     """The placement that became the plan."""
@@ -170,8 +170,8 @@ class PlannedOptions:
     def selected(self) -> list[ShardingOption]:
         """Return one option for each table, whose shards have ranks, storage and a rating.
 
-        Ranks are positions in a sharding group, as in the plan. Where some tables have one copy in
-        the world, they are ranks of the world instead, and the other tables list every group's
+        Ranks are positions in a sharding group, as in the plan. If some tables have one copy in
+        the world, ranks are the world's instead, and the other tables list every group's
         shards, so that the bytes on a rank add up.
         """
         once = self.best.once
@@ -183,9 +183,9 @@ class PlannedOptions:
         return [*options, *self._selected(once)]
 
     def search_space(self) -> list[ShardingOption]:
-        """Return an option for each way in which each table may be sharded on the plan's mesh.
+        """Return an option for each way of sharding each table on the plan's mesh.
 
-        Their shards have no ranks. Hot rows are chosen afterwards and aren't in them.
+        Their shards have no ranks. Hot rows are chosen afterwards and aren't included.
         """
         parts = [self.best] if self.best.once is None else [self.best, self.best.once]
         return [
@@ -226,7 +226,7 @@ class PlannedOptions:
 
 
 def _draft(placed: MeshPlacement) -> Draft:
-    # The costs of other tables are in their own options.
+    # The other tables' costs are in their own options.
     setting = replace(placed.setting, beside=None)
     return Draft(Space.of(placed.candidates, setting), placed.placement)
 

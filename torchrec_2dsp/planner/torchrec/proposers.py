@@ -36,11 +36,11 @@ from torchrec_2dsp.planner.torchrec.options import Draft, KnownOptions, known_op
 
 _UNLIMITED = Room(float("inf"))
 _MAX_PROPOSALS = 36
-"""The most plans that are drafted."""
+"""The most plans to draft."""
 
 
 class Loaded(NamedTuple):
-    """The enumerated tables, meshes and options, in the search's words."""
+    """The enumerated tables, meshes and options, as the search's objects."""
 
     candidates: list[Candidate]
     settings: list[CostSetting]
@@ -51,7 +51,7 @@ class ExchangeProposer(Proposer):
     """Proposes a sharding type and an exchange for each table, on one mesh.
 
     It drafts plans by predicted cost, and learns from feedback how much memory there is. Each draft
-    is rated with its predicted step, so the planner compares drafts rightly with each other, but
+    is rated by its predicted step, so the planner compares drafts correctly with each other, but
     not with stock proposals, which the enumerator rates.
 
     Example:
@@ -69,7 +69,7 @@ class ExchangeProposer(Proposer):
     """
 
     _tries_all_meshes = False
-    """True if it drafts for all meshes where none is given."""
+    """True to draft for all meshes if none is given."""
 
     _loaded: Loaded | None = None
     _is_room_known = False
@@ -89,14 +89,14 @@ class ExchangeProposer(Proposer):
         """Take what is known of mesh, network and log.
 
         Args:
-            topology: the whole world's.
-            calibration: constants of network and machines; the topology's figures without it.
-            mesh: the ranks that repeat the plan; without it all ranks are one group, or, for
+            topology: the whole world's topology.
+            calibration: the constants of network and machines; by default the topology's figures.
+            mesh: the ranks that repeat the plan; by default all ranks are one group, or, for
                 `GroupSizeProposer`, all meshes are tried.
-            sync: keeps replicas equal.
-            constraints: per table, as the planner has them.
+            sync: how replicas stay equal.
+            constraints: per table, the same as the planner's.
             access: row frequencies.
-            workload: a step's work, in place of what options, constraints and ``access`` say.
+            workload: a step's work, instead of that of options, constraints and ``access``.
         """
         self.topology = topology
         """The whole world's topology."""
@@ -145,7 +145,7 @@ class ExchangeProposer(Proposer):
         self._draft(_UNLIMITED)
 
     def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
-        """Yield drafts for each mesh, the most promising mesh first."""
+        """Yield drafts for each mesh, most promising mesh first."""
         effort = effort_for(loaded.candidates)
         for space, selected in chosen_on_each(loaded.candidates, loaded.settings, room):
             for placement, _ in placements(space, selected, room, effort):
@@ -176,9 +176,9 @@ class ExchangeProposer(Proposer):
 
 
 class GroupSizeProposer(ExchangeProposer):
-    """Proposes what `ExchangeProposer` does, on every mesh with groups up to 128 ranks.
+    """Proposes what `ExchangeProposer` does, on every mesh with groups of up to 128 ranks.
 
-    The plan has ranks of one sharding group; `Plan2D.from_stock`, and this package's sharders,
+    The plan has ranks of one sharding group; `Plan2D.from_stock` and this package's sharders
     know its mesh.
 
     Example:
@@ -192,7 +192,7 @@ class GroupSizeProposer(ExchangeProposer):
 
 
 class HotRowProposer(ExchangeProposer):
-    """Adds the hot rows that pay to another proposer's plans.
+    """Adds the hot rows that pay off to another proposer's plans.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -203,7 +203,7 @@ class HotRowProposer(ExchangeProposer):
     """
 
     def __init__(self, inner: ExchangeProposer) -> None:
-        """Leave all else to ``inner``, which must know row frequencies."""
+        """Leave everything else to ``inner``, which must know row frequencies."""
         if inner._search.access is None and inner._search.workload is None:
             raise ConfigError(
                 "nothing says which rows are hot: give the inner proposer access=AccessStats(...)"
@@ -211,10 +211,10 @@ class HotRowProposer(ExchangeProposer):
         self.topology = inner.topology
         self._search = inner._search
         self.inner = inner
-        """The proposer behind this one."""
+        """The wrapped proposer."""
 
     def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
-        """Yield the inner proposer's drafts, with hot rows where they pay."""
+        """Yield the inner proposer's drafts, with hot rows if they pay off."""
         for draft in self.inner.drafts(loaded, room):
             space = draft.space
             descent = Descent(space, space.prices(draft.loads.sum(axis=0)), room)
@@ -222,7 +222,7 @@ class HotRowProposer(ExchangeProposer):
 
 
 def _enumerated_wire_bytes(sharders: SharderDataMap) -> tuple[float, float]:
-    """Return the bytes per number on the wire, with the sharders' quantised communication."""
+    """Return the bytes per number on the wire, including the sharders' quantised communication."""
     for data in sharders.values():
         sizes = data.qcomm_dtype_sizes.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
         if sizes is not None:

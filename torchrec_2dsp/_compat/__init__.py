@@ -5,6 +5,6 @@ One file per upstream part: `torchrec` (names, node groups, in-backward optimize
 `ddp`, `dcp` and `pipelining` (inside torch.distributed). `versions` checks that they belong
 together; it needs neither torch nor TorchRec.
 
-Nothing here decides anything: an adapter names a private attribute once, so that an upgrade fails
+Nothing here makes decisions: an adapter names a private attribute once, so that an upgrade fails
 in one readable place.
 """

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 
 _ABORT_S = 3.0
-"""The time in which all groups' aborts should be over."""
+"""The time within which all groups' aborts should be done."""
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
@@ -64,13 +64,13 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 
 def nccl_abort(world: dist.ProcessGroup) -> Callable[[], None] | None:
-    """Return what ends all collectives of an NCCL world, from any thread; `None` for others."""
+    """Return a function that aborts an NCCL world's collectives from any thread, else `None`."""
     return _abort_nccl if dist.get_backend(world) == dist.Backend.NCCL else None
 
 
 def _abort_nccl() -> None:
     groups = [group for group in _c10d._world.pg_names if dist.get_backend(group) == "nccl"]
-    # Freeing a group's memory waits for the kernels of all groups, which only their own aborts end.
+    # Freeing a group's memory waits for all groups' kernels, which only the groups' own aborts end.
     threads = [Thread(target=_of_gpu(group).abort, daemon=True) for group in groups]
     for thread in threads:
         thread.start()
@@ -92,19 +92,19 @@ def _of_gpu(group: dist.ProcessGroup) -> Backend:
 
 
 def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None:
-    """Route to ``backend`` what torch doesn't call on a group in Python."""
+    """Route to ``backend`` the operations that torch doesn't call on a group in Python."""
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
 
 
 def make_gloo_by(make: Callable[..., dist.ProcessGroup]) -> None:
-    """Let torch make its gloo groups by ``make``, which gets what `ProcessGroupGloo` takes."""
+    """Let torch create its gloo groups by ``make``, which takes `ProcessGroupGloo`'s arguments."""
     _c10d.ProcessGroupGloo = _GlooMaker(make)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _GlooMaker:
-    """Takes the place of a class in torch, which calls it and asks for instances."""
+    """Replaces a class in torch, which calls it and checks for its instances."""
 
     def __init__(self, make: Callable[..., dist.ProcessGroup]) -> None:
         self._make = make
@@ -120,7 +120,7 @@ class _GlooMaker:
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Return whether a group was created and not destroyed yet, alone or with its world."""
+    """Return whether a group was created and hasn't been destroyed, alone or with its world."""
     return group in _c10d._world.pg_names
 
 
@@ -150,11 +150,11 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget all meshes and their groups.
+    """Make DTensor forget all meshes and their groups.
 
-    DTensor caches results by its arguments' meshes. Two meshes of the same ranks and axes are equal
-    there, so results of a mesh whose groups are destroyed would send a later mesh's collectives to
-    them.
+    DTensor caches results by its arguments' meshes. Meshes with equal ranks and axes are equal
+    there, so results for a mesh whose groups are destroyed would send a later mesh's collectives to
+    these groups.
     """
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()

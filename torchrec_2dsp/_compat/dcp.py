@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 StorageInfo = _StorageInfo
 """A chunk's place: file, offset, length."""
 StoragePrefix = _StoragePrefix
-"""The beginning of the names of a rank's files."""
+"""The prefix of a rank's file names."""
 
 _DCP = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -39,7 +39,7 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
         f"{_DCP}.metadata.StorageMeta": "StorageMeta",
         f"{_DCP}.metadata._MEM_FORMAT_ENCODING": "memory format",
         f"{_DCP}.filesystem._StorageInfo": "_StorageInfo",
-        # Names that torch before 2.3 wrote.
+        # Names written by torch before 2.3.
         f"{_OLD}.TensorProperties": "TensorProperties",
         f"{_OLD}.MEM_FORMAT_ENCODING": "memory format",
         "torch.Size": "Size",
@@ -54,14 +54,14 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
 def wrong_chunks(metadata: Metadata) -> list[str]:
     """Return errors for tensors whose chunks are out of bounds, overlap, or leave gaps.
 
-    DCP checks that when it saves, and never when it loads.
+    DCP checks this when it saves, but not when it loads.
     """
-    # The check compares volumes only if there are several plans, and reads nothing in them.
+    # The check compares volumes only if there are several plans, and doesn't read them.
     return _validate_global_plan([SavePlan([])] * 2, metadata)
 
 
 def open_address(files: FileSystemWriter | FileSystemReader, address: str) -> None:
-    """Let DCP's writer or reader use the file system of an address, by fsspec."""
+    """Let DCP's writer or reader use an address's file system, through fsspec."""
     files.fs = cast(FileSystem, FsspecFileSystem())
     files.path = files.fs.init_path(address)
 

@@ -1,8 +1,8 @@
 """Adapters to torch's DDP, its first step and its buckets' order, and to FSDP2's parameters.
 
-DDP puts gradients into buckets, and where a number stands in its bucket decides in which order the
-ranks' numbers are added. A run's first steps use the order of the parameters, later ones the order
-in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
+DDP puts gradients into buckets, and a number's place in its bucket determines the order in which
+the ranks' numbers are added. A run's first steps use the parameters' order, later ones the order
+in which gradients arrived. A resumed run must start with the latter to compute the same bits.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp.errors import SyncError, TwoDError, UnsupportedError
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
-"""The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""
+"""The orders given to `start_in_order`, in which DDP numbers its parameters afterwards."""
 
 _FAILED: "WeakSet[nn.Module]" = WeakSet()
 """The DDP modules whose last backward ended in a hook's error."""
@@ -43,7 +43,7 @@ _WATCHED: "WeakSet[nn.Module]" = WeakSet()
 _UNNAMED: "WeakKeyDictionary[DistributedDataParallel, list[tuple[int, list[torch.Tensor]]]]" = (
     WeakKeyDictionary()
 )
-"""The buckets, with their parameters, that the first step after `start_in_order` is to reduce."""
+"""The buckets, with their parameters, that the first step after `start_in_order` will reduce."""
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """A module, and one of its parameters by name."""
@@ -57,7 +57,7 @@ _Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
     """Return DDP's parameter names in bucket order.
 
-    `None` until DDP has settled on an order, which takes three steps.
+    Returns `None` until DDP has settled on an order, which takes three steps.
     """
     if ddp in _STARTED_IN:
         return _STARTED_IN[ddp]
@@ -76,7 +76,7 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
     Call it on all ranks, between steps.
 
     Returns:
-        Whether DDP does so. It can't with other parameters, mixed precision or a Python reducer.
+        True if DDP does. It can't with other parameters, mixed precision or a Python reducer.
 
     Collectives:
         With an order, a broadcast of the buckets.
@@ -94,7 +94,7 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
     hook_name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     # DDP builds its reducer in this way when it is unpickled.
     debug_names = ddp._build_debug_param_to_name_mapping(params)
-    # Not by the limit that `let_compile` shows.
+    # Not by the limit shown by `let_compile`.
     shown, ddp.bucket_bytes_cap = ddp.bucket_bytes_cap, ddp._bucket_config.bucket_bytes_cap
     ddp._ddp_init_helper(params, is_sparse, debug_names, ddp.static_graph)
     ddp.bucket_bytes_cap = shown
@@ -122,12 +122,12 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
 class NamedBucket:
     """A bucket with the right number and parameters.
 
-    Where a static graph's first step has several buckets, as after `start_in_order`, torch gives
-    each of them the number and the parameters of the first.
+    If a static graph's first step has several buckets, as after `start_in_order`, torch gives
+    each of them the first one's number and parameters.
     """
 
     def __init__(self, ddp: DistributedDataParallel, bucket: dist.GradBucket) -> None:
-        """Name the next bucket that is reduced; each must be named once."""
+        """Name the next reduced bucket; each must be named once."""
         self._bucket = bucket
         self._number, self._params = bucket.index(), bucket.parameters()
         self._is_last = bucket.is_last()
@@ -136,15 +136,15 @@ class NamedBucket:
             self._is_last = not unnamed
 
     def index(self) -> int:
-        """Return its number."""
+        """Return the bucket's number."""
         return self._number
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return its parameters."""
+        """Return the bucket's parameters."""
         return self._params
 
     def is_last(self) -> bool:
-        """Return whether it is the last one of its step."""
+        """Return whether this is the step's last bucket."""
         return self._is_last
 
     def __getattr__(self, name: str) -> Any:
@@ -154,8 +154,8 @@ class NamedBucket:
 def robust_hook(ddp: DistributedDataParallel, hook: _Hook) -> _Hook:
     """Return a hook that gets `NamedBucket`s, and after whose errors DDP can be used again.
 
-    Where a hook raises, on all ranks, the backward ends with buckets that DDP hasn't reduced, and
-    it would go on waiting for them. The next forward with gradients gives it a new reducer.
+    If a hook raises, on all ranks, the backward ends with buckets that DDP hasn't reduced, and
+    DDP would keep waiting for them. The next forward with gradients gives it a new reducer.
     """
     reference = ref(ddp)  # DDP's reducer, which keeps the hook, lives outside Python.
 
@@ -189,7 +189,7 @@ def _settle(reducer: dist.Reducer) -> None:
 
 
 def _rebuild(reducer: dist.Reducer) -> None:
-    """Raise unless the last step is reduced; put parameters into buckets anew, if that is due."""
+    """Raise unless the last step is reduced; rebuild the buckets if that is due."""
     reducer._rebuild_buckets()
 
 
@@ -204,7 +204,7 @@ def _names(ddp: DistributedDataParallel) -> dict[int, str]:
 
 
 def data_parallel_module(model: DistributedModelParallel) -> DistributedDataParallel | None:
-    """Return the DDP module around everything that isn't sharded; `None` if all is."""
+    """Return the DDP module around everything that isn't sharded; `None` if everything is."""
     wrapped = model._dmp_wrapped_module
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
@@ -229,7 +229,7 @@ def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 def refuse_unreduced(model: DistributedModelParallel) -> None:
-    """Raise where a model's DDP, if it has one, would let ranks go apart without a word."""
+    """Raise if a model's DDP, if it has one, would let ranks diverge silently."""
     ddp = data_parallel_module(model)
     if ddp is not None and ddp not in _WATCHED:
         _WATCHED.add(ddp)
@@ -243,8 +243,8 @@ def refuse_unreduced(model: DistributedModelParallel) -> None:
 def let_compile(model: DistributedModelParallel) -> None:
     """Let `torch.compile` take a model whose DDP has small buckets.
 
-    The compiler cuts graphs at DDP's buckets, and refuses any limit below that of DDP's first one.
-    It is shown a higher one; buckets lie as they are.
+    The compiler cuts graphs at DDP's buckets, and refuses any limit below DDP's first one.
+    It sees a higher limit; the buckets stay unchanged.
     """
     ddp = data_parallel_module(model)
     if ddp is not None:
@@ -254,7 +254,7 @@ def let_compile(model: DistributedModelParallel) -> None:
 def check_embeddings(model: nn.Module, wrapper: str) -> None:
     """Refuse embeddings in dense parts with sparse gradients, or with rows that a forward scales.
 
-    With gloo DDP halves, or worse, the gradients of other layers; what replaces DDP has no sums of
+    With gloo, DDP halves, or worse, other layers' gradients; DDP's replacements can't sum
     sparse gradients. Each rank would scale its own batch's rows, or a gathered copy of them.
     """
     in_tables = {
@@ -280,7 +280,7 @@ def check_embeddings(model: nn.Module, wrapper: str) -> None:
 
 
 def _refuse_later_params(ddp: DistributedDataParallel) -> None:
-    """Raise before a forward that trains what was frozen or missing when DDP made its buckets."""
+    """Raise before a forward that trains parameters that DDP's buckets don't have."""
     frozen = [
         (name, param)
         for name, param in ddp.module.named_parameters()
@@ -302,16 +302,16 @@ def _refuse_later_params(ddp: DistributedDataParallel) -> None:
             if place[-1].requires_grad:
                 raise put_in_later(place, ddp.module, "DDP doesn't add up its gradients")
 
-    # Each step would compile it anew.
+    # Compiled, it would be recompiled in each step.
     ddp.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check))
 
 
 def unknown_params(
     model: nn.Module, known_ids: Container[int], apart: Iterable[nn.Module] = ()
 ) -> list[Place]:
-    """Find parameters whose `id` isn't known, in the microseconds that a step has for it.
+    """Find parameters whose `id` isn't known, in the few microseconds that a step can spare.
 
-    Those of sharded tables, and of the modules ``apart``, are left out.
+    Parameters of sharded tables, and of the modules ``apart``, are left out.
     """
     unknown, modules = list[Place](), [model]
     visited: set[nn.Module | None] = {None, *apart}
@@ -347,7 +347,7 @@ def put_in_later(place: Place, model: nn.Module, result: str) -> UnsupportedErro
 
 
 def own_params(unit: FSDPModule) -> Iterator[Place]:
-    """Yield the parameters that FSDP2 has for a unit: each one's share, and its gathered weight."""
+    """Yield the parameters that FSDP2 has for a unit: each one's shard, and its gathered weight."""
     state: FSDPState = unit._get_fsdp_state()
     for group in state._fsdp_param_groups:
         for param in group.fsdp_params:
@@ -366,9 +366,9 @@ def _forms(param: FSDPParam) -> Iterator[Place]:
 def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
     """Raise at the end of the first backward if DDP hasn't reduced its gradients by then.
 
-    With a static graph DDP does so where the gradient of the first step reaches an output, and it
-    finds outputs in tuples, lists and dicts alone; or where `torch.autograd.grad` reaches one
-    before. Otherwise ranks would go apart. Checkpointed layers have a backward inside that one.
+    With a static graph DDP reduces when the first step's gradient reaches an output, and it
+    only finds outputs in tuples, lists and dicts; or when `torch.autograd.grad` reaches one
+    before. Otherwise ranks would diverge. Checkpointed layers have a backward inside that one.
     """
     hooks, reduced_in, is_over = list[RemovableHandle](), list[int](), list[bool]()
     if has_synced(ddp):
@@ -413,10 +413,10 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
-    """Raise at the end of a backward in which a static graph's parameters didn't all have a part.
+    """Raise at the end of a backward that didn't involve all of a static graph's parameters.
 
-    DDP doesn't end such a step's reduction, and tells only the next training forward, after ranks
-    have stepped by their own gradients. From the third step on, whose forward makes buckets anew.
+    DDP doesn't end such a step's reduction, and only reports it in the next training forward, after
+    ranks have stepped by their own gradients. From the third step on: its forward rebuilds buckets.
     """
     num_forwards = 0
 
@@ -424,19 +424,19 @@ def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
         nonlocal num_forwards
         if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             return
-        # A graph that isn't known, as at first and after `start_in_order`, has no steps yet.
+        # An unknown graph, as at first and after `start_in_order`, has no steps yet.
         num_forwards = num_forwards + 1 if has_synced(ddp) else 0
         for output in tree_leaves(outputs) if num_forwards > 1 else ():
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(queue)
 
     def queue(grad: torch.Tensor) -> None:
-        # Behind DDP's own end of the backward, which is queued after this.
+        # After DDP's own end of the backward, which is queued after this.
         _at_end_of_backward(lambda: _at_end_of_backward(check))
 
     def check() -> None:
         try:
-            # With buckets that have been made anew it only asks whether all is reduced.
+            # With rebuilt buckets it only checks that everything is reduced.
             _rebuild(ddp.reducer)
         except RuntimeError as error:
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Adapters to FBGEMM's table-batched embedding (TBE): what the plugin reads and sets there."""
+"""Adapters to FBGEMM's table-batched embedding (TBE): what this package reads and sets there."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,9 +35,9 @@ class TbeShape:
     feature_tables: tuple[int, ...]
     """Each feature's table; a table's features are adjacent."""
     is_sequence: bool
-    """Whether each id has an output row, not each bag."""
+    """True if each id has an output row, false if each bag has one."""
     is_mean: bool
-    """Whether bags are averaged, not summed."""
+    """True if bags are averaged, false if they are summed."""
 
     @property
     def num_tables(self) -> int:
@@ -80,19 +80,19 @@ def sum_bags(
     offsets: torch.Tensor,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum bags of rows, without a gradient, each bag in its order.
+    """Sum bags of rows, without a gradient, each bag in order.
 
-    On a GPU FBGEMM's lookup does this in a quarter of the time of torch's, to the same bits.
+    On a GPU FBGEMM's lookup takes a quarter of the time of torch's, with the same bits.
 
     Args:
         values: rows, `[rows, dim]`.
         places: the bags' rows, bag after bag.
-        offsets: where each bag begins among ``places``, and the end of the last.
+        offsets: each bag's start among ``places``, and the last bag's end.
         weights: a factor for each place.
     """
     dim = values.shape[1]
     if not places.numel():
-        return values.new_zeros((offsets.numel() - 1, dim))  # For some kernels, too little.
+        return values.new_zeros((offsets.numel() - 1, dim))  # Some kernels can't handle this.
     if values.is_cpu or values.dtype != torch.float32 or dim % 4:
         return F.embedding_bag(
             places,
@@ -142,7 +142,7 @@ _MAX_ROW_BITS = 40
 @cache
 @torch.inference_mode(mode=False)
 def _bounds_of_table(dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of one table's columns and rows, on a device."""
+    """Return the bounds of a single table's columns and rows, on a device."""
     columns = torch.tensor([0, dim], dtype=torch.int32, device=device)
     return columns, torch.tensor([0, 2**_MAX_ROW_BITS], device=device)
 
@@ -150,8 +150,8 @@ def _bounds_of_table(dim: int, device: torch.device) -> tuple[torch.Tensor, torc
 def tell_empty_tables_apart(tbe: Tbe) -> None:
     """Keep the kernel's backward from confusing a table without rows with the next table.
 
-    FBGEMM's CPU backward takes adjacent features for features of one table if the rows of their
-    tables begin at the same number, as they do after a table without rows. It then updates the next
+    FBGEMM's CPU backward assumes that adjacent features belong to one table if their tables'
+    rows begin at the same number, as they do after a table without rows. It then updates the next
     table with the empty one's columns. Here rows are numbered as if each table had at least one.
     """
     rows = [max(1, num_rows) for num_rows in tbe_shape(tbe).table_rows]
@@ -178,7 +178,7 @@ def set_learning_rate(tbe: Tbe, learning_rate: float) -> None:
 
 
 def optimizer_arguments(tbe: Tbe, *names: str) -> dict[str, float]:
-    """Return arguments of the kernel's optimizer, as its float32 arithmetic reads them."""
+    """Return arguments of the kernel's optimizer, rounded as its float32 arithmetic reads them."""
     return {name: c_float(getattr(tbe.optimizer_args, name)).value for name in names}
 
 
@@ -204,7 +204,7 @@ def updates_by_rule(tbe: Tbe) -> bool:
 
 
 def _needs_lookup(tbe: Tbe) -> bool:
-    """Return whether FBGEMM has no lookup of such tables, on a CPU or a GPU."""
+    """Return whether FBGEMM can't look up such tables, on a CPU or a GPU."""
     return has_own_rows(tbe) or tbe.weights_precision is SparseType.BF16
 
 
@@ -228,7 +228,7 @@ def replace_weights(tbe: Tbe, tables: Sequence[torch.Tensor]) -> None:
 def adopt_lookup(tbe: Tbe) -> None:
     """Give a kernel a forward by torch's operators if FBGEMM has none; only rules update it."""
     if _needs_lookup(tbe):
-        # On the instance, which stays FBGEMM's.
+        # On the instance, which keeps FBGEMM's class.
         vars(tbe)["forward"] = partial(_look_up_in_float, tbe)
 
 
@@ -245,7 +245,7 @@ def _look_up_in_float(
     shape, tables = tbe_shape(tbe), tbe.split_embedding_weights()
     num_features, outputs = len(shape.feature_tables), []
     num_bags = (offsets.numel() - 1) // num_features
-    # All that a GPU is waited for, however many features there are.
+    # The only wait for a GPU, however many features there are.
     bounds = offsets[::num_bags].tolist() if num_bags else [0] * (num_features + 1)
     for feature, table in enumerate(shape.feature_tables):
         bags = offsets[feature * num_bags : (feature + 1) * num_bags + 1]
@@ -263,12 +263,12 @@ def _look_up_in_float(
 
 
 def rounding_of(tbe: Tbe) -> Any:
-    """Return the rounding that rules apply to this kernel's rows; `None` for to the nearest."""
+    """Return the rounding that rules apply to this kernel's rows; `None` for round-to-nearest."""
     return vars(tbe).get(_ROUNDING)
 
 
 def set_rounding(tbe: Tbe, rounding: object) -> None:
-    """Let only rules update this kernel's rows from now on, and round them so."""
+    """Let only rules update this kernel's rows from now on, with this rounding."""
     setattr(tbe, _ROUNDING, rounding)
 
 
@@ -280,19 +280,19 @@ def params_to_build(
 ) -> dict[str, Any]:
     """Return fused parameters that FBGEMM can build on ``device``; see `adopt_optimizer`."""
     if precision is SparseType.BF16:
-        # FBGEMM's kernels for GPUs have no cache of this type, not even an empty one.
+        # FBGEMM's GPU kernels have no cache of this type, not even an empty one.
         params = {**params, "cache_precision": SparseType.FP32}
     device_type = "cpu" if device is None else device.type
     if not needs_rule(params.get("optimizer", EmbOptimType.EXACT_SGD), device_type):
         return params
-    # AdaGrad has the first moment, and no other optimizer of a CPU takes the arguments amiss.
+    # AdaGrad has the first moment, and no other optimizer on a CPU misreads the arguments.
     return {**params, "optimizer": EmbOptimType.EXACT_ADAGRAD}
 
 
 def adopt_optimizer(tbe: Tbe, params: dict[str, Any]) -> bool:
-    """Give a kernel the optimizer in ``params``, with its states by FBGEMM's names.
+    """Give a kernel the optimizer in ``params``, with its states under FBGEMM's names.
 
-    Returns whether it wasn't built with it, and only a rule updates its tables from now on.
+    Returns whether the kernel was built with another one, so that only a rule updates its tables.
     """
     optimizer = params.get("optimizer", EmbOptimType.EXACT_SGD)
     if not needs_rule(optimizer, torch.device(tbe.current_device).type):
@@ -312,9 +312,9 @@ def without_update(
     *,
     is_training: bool,
 ) -> Callable[[], torch.Tensor]:
-    """Return a forward that works for every optimizer, and is counted if it trains.
+    """Return a forward that works for every optimizer, and is counted only if it trains.
 
-    Pipelines evaluate with gradients enabled: these don't tell whether a forward trains.
+    Pipelines evaluate with gradients enabled, so these don't tell whether a forward trains.
     """
     if not updates_by_rule(tbe):
         is_counted = is_training or tbe.optimizer not in HAS_ROW_WISE_MOMENT
@@ -322,7 +322,7 @@ def without_update(
     optimizer = tbe.optimizer
 
     def look_up() -> torch.Tensor:
-        # The forwards of all optimizers are alike.
+        # All optimizers have the same forward.
         tbe.optimizer = EmbOptimType.EXACT_SGD
         try:
             output = run()
@@ -336,14 +336,14 @@ def without_update(
 
 
 def _uncounted(tbe: Tbe, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Run a forward that FBGEMM's kernels for GPUs would take for one that trains."""
+    """Run a forward that FBGEMM's GPU kernels would count as training."""
     output = run()
     count_forwards(tbe, -1)
     return output
 
 
 def keeps_untouched_rows(tbe: Tbe) -> bool:
-    """Return whether an update by a gradient of zero leaves a row as it is."""
+    """Return whether an update by a zero gradient leaves a row unchanged."""
     by_gradient_alone = (
         EmbOptimType.EXACT_SGD,
         EmbOptimType.EXACT_ADAGRAD,
@@ -354,7 +354,7 @@ def keeps_untouched_rows(tbe: Tbe) -> bool:
 
 
 def writes_rows_plainly(tbe: Tbe) -> bool:
-    """Return whether updates round float32 or float16 rows in a GPU's memory to the nearest."""
+    """Return whether updates round float32 or float16 rows in GPU memory to the nearest."""
     is_half = tbe.weights_precision is SparseType.FP16 and not tbe.stochastic_rounding
     return (is_half or tbe.weights_precision is SparseType.FP32) and all(
         location == EmbeddingLocation.DEVICE for _, _, location, _ in tbe.embedding_specs
@@ -367,12 +367,12 @@ def output_dtype(tbe: Tbe) -> torch.dtype:
 
 
 def iteration_of(tbe: Tbe) -> int:
-    """Return how many forwards the kernel has counted."""
+    """Return the number of forwards that the kernel has counted."""
     return int(_tensor(tbe.iter_cpu).item())
 
 
 def count_forwards(tbe: Tbe, number: int) -> None:
-    """Count forwards that FBGEMM didn't count, or take back some that it did."""
+    """Count forwards that FBGEMM didn't count, or uncount some that it did."""
     for counter in (tbe.iter, tbe.iter_cpu):
         _tensor(counter).add_(number)
 
@@ -408,7 +408,7 @@ def table_tensors(tbe: Tbe) -> list[dict[str, torch.Tensor]]:
 def write_counts(tbe: Tbe) -> list[int]:
     """Return how often weights and states were written, apart from the kernel's own updates.
 
-    Autograd refuses the backward of a lookup that has read older ones.
+    Autograd refuses the backward of a lookup that has read older versions.
     """
     names = [f"{kind}_{place}" for kind in _UPDATED for place in ("host", "dev", "uvm")]
     return [_version_of(getattr(tbe, name)) for name in names if hasattr(tbe, name)]
@@ -422,10 +422,10 @@ def _version_of(tensor: torch.Tensor) -> int:
 def updating_as_of(tbe: Tbe, step: OptimizerStep, *, as_sequence: bool) -> Iterator[None]:
     """Run a forward and a backward as at ``step``, unclipped, inside the context.
 
-    With ``as_sequence``, the forward gives one output row per id, whatever the kernel pools by; its
-    tables must have one dimension.
+    With ``as_sequence``, the forward gives one output row per id, for any kernel pooling; its
+    tables must have one dim.
 
-    The gradients of bags were clipped when they were captured. The merged gradient of a row is a
+    Bags' gradients were clipped when they were captured. A row's merged gradient is a
     sum of these, and is never clipped.
     """
     learning_rate, args = learning_rate_of(tbe), tbe.optimizer_args
@@ -434,11 +434,11 @@ def updating_as_of(tbe: Tbe, step: OptimizerStep, *, as_sequence: bool) -> Itera
     output_dtype, pooling = tbe.output_dtype, (tbe.pooling_mode, tbe.is_nobag)
     set_learning_rate(tbe, step.learning_rate)
     tbe.optimizer_args = args._replace(gradient_clipping=False)
-    # The gradient of an output has the output's type, and a merged row gradient is float32.
+    # An output's gradient has the output's type, and a merged row gradient is float32.
     tbe.output_dtype = SparseType.FP32.as_int()
     if as_sequence:
         tbe.pooling_mode, tbe.is_nobag = PoolingMode.NONE, True
-    # The forward counts one iteration up before it uses the counter.
+    # The forward increments the counter before it uses it.
     for counter in counters:
         counter.fill_(step.iteration - 1)
     try:

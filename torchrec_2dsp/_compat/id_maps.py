@@ -2,8 +2,8 @@
 
 TorchRec has two kinds. One keeps its ids sorted and gives rows at intervals
 (`MCHManagedCollisionModule`). The other has a slot for each id near the id's hash, and evicts ids
-that weren't seen for some hours (`HashZchManagedCollisionModule`). FBGEMM has a kernel that finds
-slots, and one that gives slots to new ids too. The second one runs on GPUs alone, where threads
+unseen for some hours (`HashZchManagedCollisionModule`). FBGEMM has a kernel that finds
+slots, and one that also gives slots to new ids. The second one only runs on GPUs, where threads
 race for slots, so that copies of a map would differ. Here the first one finds hashes and slots, and
 `HashedIdMap.see` gives slots as the second one does if a single thread takes all ids in turn.
 """
@@ -40,7 +40,7 @@ _IDS = HashZchManagedCollisionModule.IDENTITY_BUFFER
 _FREE = -1
 """The number in a slot without an id, as TorchRec writes it."""
 _FOREVER = 2**30
-"""More hours than there were, and few enough for TorchRec's numbers."""
+"""More hours than have passed, and few enough for TorchRec's numbers."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class History:
     """The state of an id map beside its buffers, which are all that TorchRec saves."""
 
     iteration: int
-    """The batches so far; -1 if the buffers tell."""
+    """The number of batches so far; -1 if the buffers hold it."""
     last_eviction: int
     """The batch after which rows were last given to ids."""
     size: int
-    """The number of ids remembered between two of these; -1 before the first batch decides."""
+    """The number of ids remembered between evictions; -1 before the first batch determines it."""
     ids: torch.Tensor
-    """The ids since."""
+    """The ids since the last eviction."""
     metadata: Mapping[str, torch.Tensor]
-    """The policy's facts about each."""
+    """The policy's facts about each of these ids."""
 
 
 NO_HISTORY = History(-1, -1, -1, torch.empty(0, dtype=torch.int64), {})
@@ -69,10 +69,10 @@ def hour_now() -> int:
 
 
 class IdMapBase:
-    """A module of TorchRec's, with the operations by which ranks keep copies of it equal."""
+    """A TorchRec module, with the operations by which ranks keep its copies equal."""
 
     module: Any
-    """TorchRec's module."""
+    """The TorchRec module."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -82,12 +82,12 @@ class IdMapBase:
         return ids
 
     def takes(self, ids: torch.Tensor) -> bool:
-        """Return whether the map can have all ids."""
+        """Return whether the map can take all ids."""
         return True
 
     @property
     def rows_per_batch(self) -> float:
-        """The rows that a batch goes through, in the mean: ranks compare all of them."""
+        """The mean number of rows that a batch goes through: ranks compare all of them."""
         return self.module.output_size()
 
     def changing(self) -> Sequence[str]:
@@ -95,7 +95,7 @@ class IdMapBase:
         return list(self.module.state_dict())
 
     def described(self: Any) -> str:
-        """Return all that must be equal on all ranks, as a text."""
+        """Return a text of everything that must be equal on all ranks."""
         digest = hashlib.blake2b(digest_size=8)
         state = dict(sorted(self.module.state_dict().items())) | {"ids": self.history().ids}
         if not any(value.is_meta for value in state.values()):
@@ -104,7 +104,7 @@ class IdMapBase:
         return f"{self.options()}, state {digest.hexdigest()}"
 
     def copied_to(self: Any, device: torch.device) -> Any:
-        """Return a map with the same state on a device; one on the meta device has none."""
+        """Return a map with the same state on a device; a map on the meta device has no state."""
         copied = type(self)(self.empty_on(device).train(self.module.training))
         state = self.module.state_dict()
         if not any(value.is_meta for value in state.values()):
@@ -114,12 +114,12 @@ class IdMapBase:
 
 
 class SortedIdMap(IdMapBase):
-    """A map by `MCHManagedCollisionModule`, which keeps its ids sorted."""
+    """A map based on `MCHManagedCollisionModule`, which keeps its ids sorted."""
 
     module: MCHManagedCollisionModule
 
     def unequal(self, config: Any) -> str | None:
-        """Return why copies might differ: unknown policies, and filters that draw numbers."""
+        """Return why copies might differ: unknown policies, or filters that draw numbers."""
         policy: MCHEvictionPolicy = self._policy
         if type(policy) not in _POLICIES:
             return f"evicts by {type(policy).__name__}, of which copies on all ranks may differ"
@@ -133,7 +133,7 @@ class SortedIdMap(IdMapBase):
         return self.module._eviction_policy
 
     def hashed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids by the map's hash function."""
+        """Return ids after the map's hash function."""
         return self.module.preprocess({"": _jagged([ids])})[""].values()
 
     def see(self, ids_by_feature: Sequence[torch.Tensor], hour: int) -> torch.Tensor | None:
@@ -142,7 +142,7 @@ class SortedIdMap(IdMapBase):
         return self.module.evict()
 
     def rows_of(self, ids: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the ids' rows; the last row has those that the map doesn't know."""
+        """Return the ids' rows; unknown ids get the last row."""
         module = self.module
         raw = buffers.get("_mch_sorted_raw_ids", module._mch_sorted_raw_ids)
         rows = buffers.get("_mch_remapped_ids_mapping", module._mch_remapped_ids_mapping)
@@ -153,13 +153,13 @@ class SortedIdMap(IdMapBase):
         return self.module._output_global_offset + self.module.output_size() - 1
 
     def owned_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows that belong to some ids, ascending; the last row belongs to none."""
+        """Return the rows that belong to the ids, ascending; the last row belongs to no id."""
         rows = self.rows_of(ids, {}).unique()
         return rows[rows != self._last_row]
 
     @property
     def rows_per_batch(self) -> float:
-        """The rows that a batch goes through, in the mean: all of them at intervals."""
+        """The mean number of rows that a batch goes through: all of them at intervals."""
         return self.module.output_size() / self.module._eviction_interval
 
     @property
@@ -168,7 +168,7 @@ class SortedIdMap(IdMapBase):
         return int(cast(Any, self.module._current_iter_tensor))
 
     def changing(self) -> Sequence[str]:
-        """Return all buffers if an interval ends, and else the counter of batches."""
+        """Return all buffers if an interval ends, else the batch counter."""
         iteration, last = self.module._current_iter, self.module._last_eviction_iter
         if iteration < 0:
             iteration = last = self.batches_seen
@@ -176,7 +176,7 @@ class SortedIdMap(IdMapBase):
         return super().changing() if ends else ["_current_iter_tensor"]
 
     def history(self) -> History:
-        """Copy the ids that were seen since the last interval."""
+        """Copy the ids seen since the last interval."""
         module = self.module
         num_ids = module._current_history_buffer_offset
         no_ids = torch.empty(0, dtype=torch.int64)
@@ -210,7 +210,7 @@ class SortedIdMap(IdMapBase):
         return _mixed(self.module._mch_sorted_raw_ids * 0x9E3779B1 ^ rows * 0x85EBCA6B)
 
     def empty_on(self, device: torch.device) -> MCHManagedCollisionModule:
-        """Return a module of the same rows and options."""
+        """Return a module with the same rows and options."""
         module = self.module
         first = module._output_global_offset
         ends = [first, first + module.output_size()]
@@ -230,7 +230,7 @@ class SortedIdMap(IdMapBase):
 
 
 def _jagged(ids_by_feature: Sequence[torch.Tensor]) -> JaggedTensor:
-    """Return a table's ids as TorchRec hands them to its map, which looks at values alone."""
+    """Return a table's ids as TorchRec gives them to its map, which only uses the values."""
     lengths = [ids.numel() for ids in ids_by_feature]
     values = torch.cat(list(ids_by_feature))
     return JaggedTensor(values, lengths=torch.tensor(lengths, device=values.device))
@@ -243,13 +243,13 @@ def _filled(values: torch.Tensor, size: int, device: torch.device) -> torch.Tens
 
 
 def _mixed(numbers: torch.Tensor) -> int:
-    """Sum up numbers, one for each id and its row."""
-    # Squared, since a plain sum wouldn't tell which id has which row.
+    """Sum numbers that stand for each id and its row."""
+    # Squared, since a plain sum wouldn't depend on which id has which row.
     return int((numbers * numbers).sum())
 
 
 class HashedIdMap(IdMapBase):
-    """A map by `HashZchManagedCollisionModule`."""
+    """A map based on `HashZchManagedCollisionModule`."""
 
     module: HashZchManagedCollisionModule
 
@@ -258,7 +258,7 @@ class HashedIdMap(IdMapBase):
         self._num_batches = 0
 
     def unequal(self, config: Any) -> str | None:
-        """Return why copies might differ, or what is done here otherwise than in TorchRec."""
+        """Return why copies might differ, or why results would differ from TorchRec's."""
         module, num_features = self.module, len(config.feature_names)
         policy, ttls = module._eviction_policy_name, self._ttls(num_features)
         reserved = module.get_reserved_slots_per_bucket()
@@ -310,7 +310,7 @@ class HashedIdMap(IdMapBase):
         return not bool(is_wrong.any())
 
     def see(self, ids_by_feature: Sequence[torch.Tensor], hour: int) -> torch.Tensor | None:
-        """Give slots to new ids in turn: free ones, and those of ids that weren't seen for long."""
+        """Give slots to new ids in turn: free ones, and those of ids unseen for too long."""
         self._num_batches += 1
         ttls = self._ttls(len(ids_by_feature))
         ends = np.repeat([hour + ttl for ttl in ttls], [len(of) for of in ids_by_feature])
@@ -324,7 +324,7 @@ class HashedIdMap(IdMapBase):
         in_turn = firsts.argsort()
         in_turn = in_turn[rows[in_turn] == _FREE]
         windows = self._windows(ids.new_tensor(distinct[in_turn]))
-        # A full window stays full: slots only become fewer, until the next hour.
+        # A full window stays full: until the next hour, takeable slots only become fewer.
         has_room = slots.are_takeable(windows).any(axis=1)
         for n, window in zip(in_turn[has_room], windows[has_room], strict=True):
             rows[n] = slots.give(int(distinct[n]), window)
@@ -333,24 +333,24 @@ class HashedIdMap(IdMapBase):
         return ids.new_tensor(sorted(slots.evicted))
 
     def rows_of(self, ids: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the ids' rows; one without a slot has the row of its hash, or a reserved one."""
+        """Return the ids' rows; an id without a slot has the row of its hash, or a reserved one."""
         _, sizes, starts = self.module.input_mapper(ids)
         reserved = self.module.get_reserved_slots_per_bucket()
         identities = buffers.get(_IDS, self.module._hash_zch_identities)
         return self._found(ids, identities, sizes, starts, reserved, self.module.max_probe)
 
     def owned_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows that belong to some ids, ascending: those whose slots hold them."""
+        """Return the rows that belong to the ids, ascending: those whose slots hold them."""
         end = self.module.input_size()
         ids = ids[ids < end] if end else ids
         rows = self.rows_of(ids, {})
         return rows[self.module._hash_zch_identities[rows, 0] == ids].unique()
 
     def _windows(self, ids: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return the slots in which each id is looked for, in this order."""
+        """Return the slots in which each id is searched, in order."""
         _, sizes, starts = self.module.input_mapper(ids)
         sizes = sizes - max(self.module.get_reserved_slots_per_bucket(), 0)
-        # Without probes, all have the row of their hash.
+        # Without probes, all ids have the row of their hash.
         homes = self._found(ids, self.module._hash_zch_identities, sizes, starts, -1, 0)
         steps = torch.arange(self.module.max_probe, device=ids.device)
         steps = (homes - starts)[:, None] + steps
@@ -365,7 +365,7 @@ class HashedIdMap(IdMapBase):
         reserved: int,
         max_probe: int,
     ) -> torch.Tensor:
-        """Return where FBGEMM finds ids."""
+        """Return the places where FBGEMM finds ids."""
         rows, _ = torch.ops.fbgemm.zero_collision_hash(
             ids,
             identities,
@@ -381,7 +381,7 @@ class HashedIdMap(IdMapBase):
 
     @property
     def batches_seen(self) -> int:
-        """The number of batches since the map was made or loaded."""
+        """The number of batches since the map was created or loaded."""
         return self._num_batches
 
     def history(self) -> History:
@@ -389,21 +389,21 @@ class HashedIdMap(IdMapBase):
         return History(self._num_batches, -1, -1, NO_HISTORY.ids, {})
 
     def set_history(self, history: History) -> None:
-        """Count batches on."""
+        """Continue the batch count."""
         self._num_batches = max(history.iteration, 0)
 
     def fingerprint(self) -> int:
-        """Return a number that depends on each slot's id, and the hour until which it has it."""
+        """Return a number that depends on each slot's id and the hour until which it keeps it."""
         ids, ends = self.module._hash_zch_identities, self.module._hash_zch_metadata
         slots = torch.arange(len(ids), device=ids.device)[:, None]
         numbers = ids * 0x9E3779B1 ^ slots * 0x85EBCA6B
         return _mixed(numbers if ends is None else numbers ^ ends.long() * 0xC2B2AE35)
 
     def empty_on(self, device: torch.device) -> HashZchManagedCollisionModule:
-        """Return a module of the same rows and options."""
+        """Return a module with the same rows and options."""
         rows, rebuild = (0, self.module.output_size()), self.module.rebuild_with_output_id_range
         copied: HashZchManagedCollisionModule = rebuild(rows, device=device)
-        # A buffer, as in the other maps: a parameter would be among those of the dense part.
+        # A buffer, as in the other maps: a parameter would be among the dense part's.
         identities = copied._hash_zch_identities.data
         del copied._hash_zch_identities
         copied.register_buffer(_IDS, identities)
@@ -430,7 +430,7 @@ class _Slots:
     """The last hour in which each slot's id can't be evicted."""
     hour: int
     takes_oldest: bool
-    """True if the id that was seen first is evicted, and not the first one that may be."""
+    """True to evict the id with the earliest end, false to evict the first evictable one."""
     evicted: list[int]
 
     @classmethod
@@ -445,11 +445,11 @@ class _Slots:
         return (self.ids[rows] == ids) & (self.ends[rows] >= self.hour)
 
     def are_takeable(self, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return which slots are free, or their ids may be evicted."""
+        """Return which slots are free or have an evictable id."""
         return (self.ids[slots] == _FREE) | (self.ends[slots] < self.hour)
 
     def give(self, id_: int, window: np.ndarray[Any, Any]) -> int:
-        """Give an id a slot out of a window, and return it; `_FREE` if there is none."""
+        """Give an id a slot in a window, and return the slot; `_FREE` if there is none."""
         slot = self._slot(id_, window)
         if slot == _FREE:
             return _FREE
@@ -469,11 +469,11 @@ class _Slots:
         return int(takeable[0]) if takeable.size else _FREE
 
     def extend(self, rows: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
-        """Let ids keep their slots until the last of some hours."""
+        """Let ids keep their slots until the latest of some hours."""
         np.maximum.at(self.ends, rows[rows != _FREE], ends[rows != _FREE])
 
     def write_to(self, module: HashZchManagedCollisionModule) -> None:
-        """Write what was changed, if the map isn't on the host itself."""
+        """Write the changes, unless the map itself is on the host."""
         module._hash_zch_identities[:, 0] = torch.from_numpy(self.ids)
         if module._hash_zch_metadata is not None:
             module._hash_zch_metadata[:, 0] = torch.from_numpy(self.ends)
@@ -487,7 +487,7 @@ _KINDS: dict[type, type[IdMap]] = {
 
 
 def id_map_of(module: Any) -> IdMap:
-    """Return a managed collision module as an id map; `UnsupportedError` for an unknown one."""
+    """Return a managed collision module's id map; raise `UnsupportedError` for an unknown one."""
     if type(module) not in _KINDS:
         raise UnsupportedError(f"{type(module).__name__} isn't an id map that is known here")
     return _KINDS[type(module)](module)

@@ -1,4 +1,4 @@
-"""Adapters to torch.distributed.pipelining: its orders of work, and its split of a backward."""
+"""Adapters to torch.distributed.pipelining: its orders of work, and its split backward."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 
 class _StageNumber:
-    """The numbers that torch's schedules ask of a stage."""
+    """The numbers of a stage that torch's schedules ask for."""
 
     submod = None
     group = None
@@ -57,21 +57,21 @@ def input_gradients(
     inputs: list[torch.Tensor],
     params: list[torch.nn.Parameter],
 ) -> Any:
-    """Compute the inputs' gradients alone, and leave them in their ``grad``.
+    """Compute only the inputs' gradients, and leave them in their ``grad``.
 
     ``output`` is cut off from its graph, so it must not be a view. Pass the result to
     `weight_gradients`.
 
     Returns:
-        What `weight_gradients` needs.
+        The groups that `weight_gradients` needs.
     """
-    # torch finds the graph's nodes of parameters by views, which need gradients enabled.
+    # torch finds the parameters' graph nodes through views, which need gradients enabled.
     with torch.enable_grad():
         _, groups = stage_backward_input([output], [gradient], list(inputs), iter(params))
     return groups
 
 
 def weight_gradients(params: list[torch.nn.Parameter], groups: Any) -> None:
-    """Compute what `input_gradients` has left out, and add it to the parameters' ``grad``."""
+    """Compute the gradients that `input_gradients` left out, and add them to ``grad``."""
     with torch.enable_grad():
         stage_backward_weight(iter(params), groups)

@@ -1,6 +1,6 @@
 """Adapters to private attributes of TorchRec's shardings and sharded modules.
 
-The plugin's subclasses of TorchRec's shardings replace a part of what these build.
+This package's subclasses of TorchRec's shardings replace parts of what these build.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -74,7 +74,7 @@ Sharding = (
 Context = TypeVar("Context", bound=EmbeddingShardingContext)
 
 MakeReduceScatter = Callable[[dist.ProcessGroup, Any], Any]
-"""Makes a reduce-scatter of pooled embeddings from its group and its codecs."""
+"""Builds a reduce-scatter of pooled embeddings from its group and codecs."""
 
 
 def replace_reduce_scatter(output_dist: RwPooledEmbeddingDist, make: MakeReduceScatter) -> None:
@@ -98,7 +98,7 @@ def parts_of_reduce_scatter(
 
 
 def parts_of_lookup(lookup: GroupedEmbeddingsLookup) -> tuple[list[nn.Module], list[int]]:
-    """Return a lookup's kernels, and how many features each looks up."""
+    """Return a lookup's kernels, and the number of features that each looks up."""
     return list(lookup._emb_modules), lookup._feature_splits
 
 
@@ -113,7 +113,7 @@ def return_type_of_others(
 
 
 class PlainStateOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec's fused optimizer of a kernel, with state that is given and not made of shards."""
+    """TorchRec's fused optimizer of a kernel, with given state instead of state made of shards."""
 
     def __init__(
         self, tbe: Any, params: dict[str, Any], state: dict[Any, Any], group: dict[str, Any]
@@ -125,7 +125,7 @@ class PlainStateOptimizer(EmbeddingFusedOptimizer):
 def replace_optimizer(
     kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: EmbeddingFusedOptimizer
 ) -> None:
-    """Replace the fused optimizer that a kernel shows."""
+    """Replace the fused optimizer that a kernel exposes."""
     kernel._optim = optimizer
 
 
@@ -192,12 +192,12 @@ def wrap_optimizer(
 
 
 def renew_optimizer(model: DistributedModelParallel) -> None:
-    """Join the fused optimizers that a wrapper's modules have now."""
+    """Join the current fused optimizers of a wrapper's modules."""
     model._optim = model._init_optim(model.module)
 
 
 def load_as(module: nn.Module, parts: Callable[[], Iterable[nn.Module]]) -> None:
-    """Let what loads a module's state dict call the hooks for it that other modules have."""
+    """Call the parts' load hooks when a module's state dict is loaded."""
 
     def before(_: nn.Module, *load: Any) -> None:
         for part in parts():
@@ -242,7 +242,7 @@ def distributed_ahead(module: nn.Module) -> Any:
 
 
 def distributed_again(module: nn.Module, context: Any) -> bool:
-    """Tell whether a pipeline that is attached again distributes a batch it has to this context."""
+    """Tell whether a re-attached pipeline distributes a batch it holds to this context."""
     if distributed_ahead(module) is not context:
         return False
     forward = cast(Any, module.forward)
@@ -308,7 +308,7 @@ Out = TypeVar("Out")
 class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
     """TorchRec's sparse pipeline, with `progress` split into public parts.
 
-    A subclass puts them in an order of its own, and may take batches in another way.
+    Subclasses put these in their own order, and may take batches in another way.
     """
 
     @property
@@ -318,7 +318,7 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model's lookups run in the pipeline."""
+        """True if the model's lookups run in the pipeline."""
         return self._model_attached
 
     @property
@@ -328,7 +328,7 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     @property
     def takes_batch_after_forward(self) -> bool:
-        """Whether the user wants the next batch to be taken after the forward."""
+        """True if the user wants the next batch to be taken after the forward."""
         return self._enqueue_batch_after_forward
 
     def attach_again(self) -> None:

@@ -1,4 +1,4 @@
-"""Adapters to what torch keeps to itself about tensors, their memory and running backwards."""
+"""Adapters to torch's internals for tensors, their memory and running backwards."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -17,15 +17,15 @@ T = TypeVar("T")
 def tensor_without_storage(
     kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Return a tensor of this subclass, which answers for its numbers in `__torch_dispatch__`."""
+    """Return a tensor of this subclass, which provides its numbers in `__torch_dispatch__`."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 
 class Unwritten(TorchFunctionMode):
-    """Leaves the first so many zeros that are made inside the context unwritten.
+    """Leaves the first ``num_zeros`` zeros that are created inside the context unwritten.
 
-    FBGEMM makes a kernel's weights first. A host gives memory to what is written, so weights that
-    are replaced before cost none there.
+    FBGEMM creates a kernel's weights first. A host only allocates written memory, so weights that
+    are replaced before they are written cost none there.
     """
 
     _num_zeros = 0
@@ -45,7 +45,7 @@ class Unwritten(TorchFunctionMode):
 def held_weakly(method: Callable[[T], None]) -> Callable[[T], None]:
     """Return a hook that calls a method while its object lives.
 
-    What a parameter's hooks hold may live as long as the process, process groups included.
+    Objects held by a parameter's hooks may live as long as the process, process groups included.
     """
     reference = WeakMethod(method)
 
@@ -57,7 +57,7 @@ def held_weakly(method: Callable[[T], None]) -> Callable[[T], None]:
 
 
 def has_gradient(leaf: Tensor) -> bool:
-    """Return whether a leaf has a gradient of its own; its class may show another tensor's."""
+    """Return whether a leaf has its own gradient; its class may show another tensor's."""
     own: Any = Tensor.grad
     return own.__get__(leaf) is not None
 
@@ -71,9 +71,9 @@ def take_gradient(leaf: Tensor) -> Tensor | None:
 
 
 def without_base(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory that isn't a view: hooks of a view end if it is changed.
+    """Return a tensor on the same memory that isn't a view: a view's hooks end if it is changed.
 
-    Where a program writes to a view in place, autograd leaves its former node out of the graph.
+    If a program writes to a view in place, autograd leaves its former node out of the graph.
     """
     return cast(Tensor, _Alias.apply(tensor)) if tensor._is_view() else tensor
 
@@ -89,31 +89,31 @@ class _Alias(torch.autograd.Function):
 
 
 def has_gradient_hooks(leaf: Tensor, *, or_after: bool = True) -> bool:
-    """Return whether code of someone else runs on a leaf's gradient, or after it is added."""
+    """Return whether others' code runs on a leaf's gradient, or after it is accumulated."""
     return bool(leaf._backward_hooks or (or_after and leaf._post_accumulate_grad_hooks))
 
 
 def is_checkpointed() -> bool:
-    """Return whether `torch.utils.checkpoint` will compute anew what a graph here would save."""
+    """Return whether `torch.utils.checkpoint` will recompute what a graph here would save."""
     hooks = _top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def running_backward() -> int:
-    """Return the number of the backward that runs on this thread, which no other one has.
+    """Return the number of the backward running on this thread, which is unique.
 
-    Outside a backward it is negative.
+    It is negative outside a backward.
     """
     return _current_graph_task_id()
 
 
 class Upstream:
-    """The nodes of the graph before a tensor, without the tensor."""
+    """The graph nodes before a tensor, without the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         node = tensor.grad_fn
         self._nodes = [] if node is None else [before for before, _ in node.next_functions]
 
     def is_reached(self) -> bool:
-        """Return whether the backward that runs goes on there; `torch.autograd.grad` may not."""
+        """Return whether the running backward continues there; `torch.autograd.grad` may not."""
         return any(node is not None and _will_engine_execute_node(node) for node in self._nodes)

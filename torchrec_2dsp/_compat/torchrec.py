@@ -1,4 +1,4 @@
-"""TorchRec internals that the plugin builds on, imported here and nowhere else.
+"""TorchRec internals that this package builds on, imported only here.
 
 A test checks that each name still exists, so that a TorchRec upgrade fails in one readable place.
 """
@@ -88,9 +88,9 @@ node group's size."""
 
 
 def swap_node_groups(groups: NodeGroups) -> NodeGroups:
-    """Set one mesh's node groups in TorchRec's module globals, and return what they were.
+    """Set one mesh's node groups in TorchRec's module globals, and return the previous ones.
 
-    TorchRec makes these groups once per process and reuses them for every later mesh, which
+    TorchRec creates these groups once per process and reuses them for every later mesh, which
     sends a second mesh's collectives to the first one's ranks.
     """
     before = (_comm._INTRA_PG_2D, _comm._CROSS_PG_2D, _comm._NODE_GROUP_SIZE_2D)
@@ -137,7 +137,7 @@ def _on_meta(collection: EmbeddingBagCollection | EmbeddingCollection) -> Any:
 
 
 def carried_by(module: torch.nn.Module) -> str | None:
-    """Return what was set on a collection or table to change its outputs or gradients, if any."""
+    """Describe settings on a collection or table that change its outputs or gradients, if any."""
     if is_parametrized(module):
         return "a parametrization"
     hooks = (module._forward_hooks, module._forward_pre_hooks)
@@ -157,8 +157,8 @@ def carried_by(module: torch.nn.Module) -> str | None:
 def jagged_features(batch: Any, needed: Iterable[str]) -> KeyedJaggedTensor:
     """Return a batch as TorchRec's jagged features.
 
-    Those of a `TensorDict` are found by name, where TorchRec takes their place in the first batch.
-    Features that aren't jagged are missing in what is returned.
+    A `TensorDict`'s features are found by name, while TorchRec uses their place in the first batch.
+    Features that aren't jagged are left out of the result.
     """
     if isinstance(batch, TensorDict):
         jagged = {
@@ -180,7 +180,7 @@ def jagged_features(batch: Any, needed: Iterable[str]) -> KeyedJaggedTensor:
 
 
 class ColumnWiseSequences(ShardedEmbeddingCollection):
-    """TorchRec's sharded sequences, where column-wise types may have other names."""
+    """TorchRec's sharded sequences, with other names allowed for column-wise types."""
 
     @abstractmethod
     def is_column_wise(self, sharding_type: str) -> bool:
@@ -191,7 +191,7 @@ class ColumnWiseSequences(ShardedEmbeddingCollection):
         self._generate_permute_indices_per_feature(list(configs), dict(plan))
 
     def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
-        """Return the width of a sharding's rows; TorchRec wants column-wise shards alike."""
+        """Return the width of a sharding's rows; TorchRec wants equal column-wise shards."""
         if not self.is_column_wise(sharding_type):
             return ShardedEmbeddingCollection._embedding_dim_for_sharding_type(self, sharding_type)
         shards: Any = self._sharding_type_to_sharding[sharding_type].embedding_shard_metadata()

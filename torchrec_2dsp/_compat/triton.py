@@ -1,4 +1,4 @@
-"""`runs_triton`: Triton comes with torch for CUDA, and compiles a kernel when it is first used."""
+"""`runs_triton`: Triton comes with torch for CUDA, and compiles a kernel at first use."""
 
 import logging
 from functools import cache
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def runs_triton(device: torch.device) -> bool:
     """Tell whether ``device`` is a GPU on which Triton's kernels run, by running one.
 
-    Logs why not, as FBGEMM's and torch's kernels, which take longer, then do the work.
+    Logs the reason if not, as FBGEMM's and torch's slower kernels then do the work.
     """
     if device.type != "cuda":
         return False

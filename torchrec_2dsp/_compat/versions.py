@@ -1,7 +1,7 @@
 """Check that torch, torchrec and fbgemm belong together, from package metadata alone.
 
-fbgemm is compiled against one series of torch, and torchrec is written against one of fbgemm; no
-package metadata says so. `TRIED` does. Nothing is imported to find that out: a mismatched fbgemm
+fbgemm is compiled against one series of torch, and torchrec is written for one of fbgemm, but no
+package metadata says so. `TRIED` does. This module imports none of them: a mismatched fbgemm
 ends in an undefined symbol.
 """
 
@@ -39,7 +39,7 @@ class FoundVersions:
 
     @property
     def fbgemm_builds(self) -> Mapping[str, str]:
-        """The version by installed fbgemm distribution."""
+        """The installed fbgemm distributions' versions, by name."""
         versions = {"fbgemm-gpu": self.fbgemm_gpu, "fbgemm-gpu-cpu": self.fbgemm_gpu_cpu}
         return {name: version for name, version in versions.items() if version is not None}
 
@@ -50,12 +50,12 @@ class FoundVersions:
 
     @property
     def by_package(self) -> dict[str, str | None]:
-        """The version by name in `PACKAGES`."""
+        """The versions by name in `PACKAGES`."""
         return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}
 
 
 def is_cpu_build(torch_version: str | None) -> bool:
-    """Return whether this torch version says that it was built without CUDA."""
+    """Return whether this torch version was built without CUDA."""
     return torch_version is not None and torch_version.partition("+")[2].startswith("cpu")
 
 
@@ -79,7 +79,7 @@ def _find(distribution: str) -> str | None:
 
 
 def _find_torch() -> str | None:
-    """Return the torch version with its local part, which some wheels' metadata leaves out."""
+    """Return the torch version with its local part, which some wheels' metadata omits."""
     try:
         distribution = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
@@ -104,7 +104,7 @@ def _has_nvidia_driver() -> bool:
 
 
 PACKAGES = ("torch", "torchrec", "fbgemm")
-"""The packages in a `VersionSet`; torch first, because the others are made for it."""
+"""The packages in a `VersionSet`; torch first, because the others are built for it."""
 
 TORCHMETRICS = "1.0.3"
 """The torchmetrics version that torchrec pins, in all tried sets."""
@@ -116,15 +116,15 @@ class VersionSet:
 
     torch: str
     torchrec: str
-    """The newest release that was tried."""
+    """The newest tested release."""
     fbgemm: str
     also_tried: tuple[str, ...] = ()
-    """Other torchrec releases that were tried with the same torch and fbgemm."""
+    """Other torchrec releases that were tested with the same torch and fbgemm."""
     tensordict: str = "0.15.3"
     pyre_extensions: str = "0.0.32"
 
     def series(self, package: str) -> str:
-        """Return the set's versions for one of `PACKAGES`, as people write them.
+        """Return the set's versions of one of `PACKAGES`, as people write them.
 
         >>> TRIED[0].series("torch")
         '2.13.x'
@@ -134,7 +134,7 @@ class VersionSet:
     def has(self, package: str, version: str | None) -> bool:
         """Return whether ``version`` has the set's major and minor number.
 
-        Patch releases of a series are interchangeable. Nightly and local parts don't matter either.
+        Patch releases of a series are interchangeable. Nightly and local parts are ignored.
 
         >>> TRIED[0].has("torch", "2.13.1.dev20261101+cu130")
         True
@@ -152,7 +152,7 @@ class VersionSet:
         """Return the commands that install torchrec.
 
         torchrec is installed without its dependencies, because they include fbgemm's CUDA package;
-        the others are named.
+        the other dependencies are named.
         """
         return (
             f'pip install "torchmetrics=={TORCHMETRICS}" "tensordict=={self.tensordict}"'
@@ -173,16 +173,16 @@ TRIED: tuple[VersionSet, ...] = (
     VersionSet(torch="2.13.0", torchrec="1.8.0", fbgemm="1.8.0"),
     VersionSet(torch="2.14.1", torchrec="1.9.2", fbgemm="1.9.0", also_tried=("1.9.0", "1.9.1")),
 )
-"""All tried sets. Users with nothing installed are told to install the first."""
+"""All tested sets. Users with nothing installed are told to install the first one."""
 
 
 def tried_set(package: str, version: str | None) -> VersionSet | None:
-    """Return the tried set with this version of a package; `None` for an untried version."""
+    """Return the tested set with this version of a package; `None` for an untested version."""
     return next((tried for tried in TRIED if tried.has(package, version)), None)
 
 
 def tried_series(package: str) -> str:
-    """Return all tried versions for ``package``, as people write them.
+    """Return all tested versions of ``package``, as people write them.
 
     >>> tried_series("torchrec")
     '1.8.x or 1.9.x'
@@ -191,15 +191,15 @@ def tried_series(package: str) -> str:
 
 
 def tried_text() -> str:
-    """Return all tried sets, in one line."""
+    """Return all tested sets in one line."""
     return "; ".join(str(tried) for tried in TRIED)
 
 
 def nearest_set(versions: FoundVersions) -> VersionSet:
-    """Return the tried set that needs the fewest changes: most installed versions belong to it.
+    """Return the tested set that needs the fewest changes: most installed versions belong to it.
 
-    Of sets that need equally many, the one with the installed torch is taken, because torch is the
-    largest to install again. If no installed version is tried, it is the first set.
+    Among sets that need equally many, the one with the installed torch is taken: torch is the
+    largest to reinstall. If no installed version is tested, it is the first set.
     """
 
     def fitting(tried: VersionSet) -> list[bool]:
@@ -246,10 +246,10 @@ def check_python(version: tuple[int, int]) -> CheckResult:
 
 
 def check_versions(versions: FoundVersions) -> tuple[CheckResult, ...]:
-    """Compare versions with the sets that are tried.
+    """Compare versions with the tested sets.
 
-    A version of another set than the others is a failure. A version of no set is a warning; for
-    torch and fbgemm only if both are untried, because fbgemm is compiled for one torch.
+    A version from another set than the others is a failure. A version from no set is a warning; for
+    torch and fbgemm only if both are untested, because fbgemm is compiled for one torch.
     """
     nearest = nearest_set(versions)
     torch, fbgemm = versions.torch, versions.fbgemm
@@ -267,7 +267,7 @@ def check_versions(versions: FoundVersions) -> tuple[CheckResult, ...]:
 
 
 def untried_versions(versions: FoundVersions) -> dict[str, str]:
-    """Return the installed versions that belong to no tried set, by package."""
+    """Return the installed versions that belong to no tested set, by package."""
     return {
         package: version
         for package, version in versions.by_package.items()
@@ -279,7 +279,7 @@ def untried_versions(versions: FoundVersions) -> dict[str, str]:
 def require_upstream() -> None:
     """Call `require_supported_versions` once for the installed versions.
 
-    Every room that needs TorchRec or FBGEMM calls it before anything of the room is imported: a
+    Every room that needs TorchRec or FBGEMM calls this before importing anything in the room: a
     mismatched fbgemm ends in an undefined symbol, and a mismatched torchrec in other numbers.
     """
     require_supported_versions()
@@ -288,7 +288,7 @@ def require_upstream() -> None:
 def require_supported_versions(versions: FoundVersions | None = None) -> None:
     """Raise one `VersionError` that names every mismatch and the commands that fix it.
 
-    Untried versions that may belong together cause one `UntriedVersionWarning` in a process.
+    Untested versions that may belong together cause one `UntriedVersionWarning` per process.
     """
     versions = find_versions() if versions is None else versions
     checks = check_versions(versions)

@@ -23,14 +23,14 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 MAP_NAMES = "_managed_collision_modules"
-"""The name of the maps in their collection."""
+"""The maps' name in their collection."""
 
 TABLES = "_embedding_bag_collection"
-"""TorchRec's name for the collection, with which its tables' begin in a state dict."""
+"""TorchRec's name for the collection, with which its tables' names begin in a state dict."""
 
 
 def collection_inside(module: Any) -> Any:
-    """Return the collection behind id maps or feature processors; any other module itself."""
+    """Return the collection behind id maps or feature processors, or the module itself."""
     if isinstance(module, BaseManagedCollisionEmbeddingCollection):
         return _behind_maps(module)
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
@@ -66,7 +66,7 @@ def returns_features(module: BaseManagedCollisionEmbeddingCollection) -> bool:
 
 
 def table_sharder_of(sharder: BaseManagedCollisionEmbeddingCollectionSharder) -> Any:  # type: ignore[type-arg]
-    """Return the sharder for the collection inside."""
+    """Return the sharder of the inner collection."""
     return sharder._e_sharder
 
 
@@ -81,7 +81,7 @@ def trains_processors(module: Any) -> bool:
 
 
 def bag_sharder_of(sharder: FeatureProcessedEmbeddingBagCollectionSharder) -> Any:
-    """Return the sharder for the collection inside."""
+    """Return the sharder of the inner collection."""
     return sharder._ebc_sharder
 
 

@@ -106,7 +106,7 @@ def count_access(
     ):
         for batch in batches:
             if isinstance(dataset, WithNegatives):
-                # Any numbers do that no other sample has.
+                # Any numbers will do that no other sample has.
                 batch = dataset.with_negatives(batch, Split.TRAIN, rank * num_all + num_rows)
             counter.update(batch.sparse_features)
             num_rows += batch.labels.numel()
@@ -132,7 +132,7 @@ def count_access(
 
 
 def _tables(model: ModelSection, data: Dataset) -> list[BaseEmbeddingConfig]:
-    """List a model's tables; those of a DLRM need no model, and so no dense features."""
+    """List a model's tables; a DLRM's need no model, and so no dense features."""
     if isinstance(model, ModelConfig):
         return [*bags_of(data.features, _COUNTED_DIM, "meta").embedding_bag_configs()]
     return tables_of(build_any_model(data, model, tables_device="meta"))

@@ -1,8 +1,8 @@
-"""Slow down all that ranks do, so that a few cores behave like a processor for each rank.
+"""Slow down everything that ranks do, so that a few cores behave like a processor for each rank.
 
 Where N ranks share c cores, a rank that waits lends its core to another: bubbles cost nothing, and
 balance gains nothing. `torchrec-2dsp cluster --processor-per-rank` makes every link ``2N/c`` times
-slower, and starts this module on each rank, which runs a command in a time that passes as slowly:
+slower, and starts this module on each rank, which runs a command in equally slow time:
 
     computes 5 ms | sleeps 15 ms | a collective, 4 times slower | computes ...     (2N/c = 4)
 
@@ -41,17 +41,17 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.traces import PAYING
 
 VARIABLE = "TORCHREC_2DSP_DILATION"
-"""The environment variable by which a cluster tells its ranks how much slower time passes."""
+"""The environment variable that tells a cluster's ranks how much slower time passes."""
 
 _MOST_CREDIT_S = 0.001
-"""A rank that slept too long sleeps less the next time, by this much at most."""
+"""The most seconds by which a rank that slept too long shortens its next sleep."""
 
 _TASKS = Path("/proc/self/task")
 _now_s, _date_s, _sleep = time.perf_counter, time.time, time.sleep
 
 
 def dilation_for(num_ranks: int) -> float:
-    """Return the factor by which time has to pass slower for these ranks here; 1 for none."""
+    """Return the factor by which time has to slow down for this many ranks here; 1 for none."""
     return max(1.0, 2.0 * num_ranks / len(os.sched_getaffinity(0)))
 
 
@@ -82,7 +82,7 @@ class _Bill(threading.local):
     def pay(self) -> None:
         """Sleep until the wall time is long enough."""
         computed_s = time.thread_time() - self._paid_s
-        # Another thread than the main one is often idle, which pays for nothing.
+        # Threads other than the main one are often idle, which pays for nothing.
         spent_s = computed_s
         if self._is_main:
             computed_s += self._computed_beside_s()
@@ -95,7 +95,7 @@ class _Bill(threading.local):
         self._paid_s = time.thread_time()
 
     def wait(self, wait: Callable[..., Any], *arguments: Any) -> Any:
-        """Pay, then wait for what pays for nothing."""
+        """Pay, then wait; waiting pays for nothing."""
         self.pay()
         start_s = _now_s()
         try:
@@ -164,7 +164,7 @@ class _PaidGloo(GlooGroup):
 
     @property
     def options(self) -> Any:
-        """Gloo's own."""
+        """Gloo's own options."""
         return self._gloo.options
 
     def _set_sequence_number_for_group(self) -> None:
@@ -190,7 +190,7 @@ for _kind in (_PaidGloo, _PaidFullDuplex):
 
 
 def _clock(real_s: Callable[[], float]) -> Callable[[], float]:
-    """Return a clock that passes as slowly as the cluster's time."""
+    """Return a clock that runs as slowly as the cluster's time."""
     start_s = real_s()
 
     def seconds() -> float:

@@ -63,13 +63,13 @@ def launched_world(
         timeout_s: the number of seconds a rank may keep the others waiting.
 
     Collectives:
-        Makes the world's process group; a barrier at the end.
+        Creates the world's process group; a barrier at the end.
     """
     check_launched(command)
     keep_freed_memory()
     if device == "cuda":
         take_gpu(dist.get_node_local_rank(fallback_rank=0))
-        # A rank whose peer is gone can say so only if NCCL's watchdog doesn't end the process.
+        # A rank whose peer is gone can report it only if NCCL's watchdog doesn't end the process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -78,7 +78,7 @@ def launched_world(
 
 
 def take_gpu(local_rank: int) -> None:
-    """Let a rank of this host compute on a GPU of its own."""
+    """Assign a rank of this host its own GPU."""
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"device='cuda' needs a GPU for each of a host's ranks, and torch sees "
@@ -154,7 +154,7 @@ def quiet_upstream() -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Keep what C++ writes off the error output, such as the profiler's lines on every rank."""
+    """Suppress C++'s error output, such as the profiler's lines on every rank."""
     sys.stderr.flush()
     saved_stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:

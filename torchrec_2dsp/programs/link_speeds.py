@@ -20,10 +20,10 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
 MAX_BYTES = 64 * 2**20
-"""No payload is larger than this by default."""
+"""The default for the largest payload."""
 
 SECONDS_PER_REPEAT = 0.2
-"""The approximate length of a repeat, where the link is slow enough."""
+"""The approximate length of a repeat, if the link is slow enough."""
 
 _PROBE_BYTES = 2**20
 

@@ -54,7 +54,7 @@ from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
 class DenseConfig(Section):
-    """A step's work beside its tables, on one rank."""
+    """A step's work outside the tables, on one rank."""
 
     forward_ms: float = Field(default=0.0, ge=0)
     backward_ms: float = Field(default=0.0, ge=0)
@@ -75,7 +75,7 @@ class DenseConfig(Section):
         return self
 
     def work(self, kernels: Kernels, batch_size: int) -> DenseWork:
-        """Return a rank's dense work, which a search of the tables' plan takes as it is."""
+        """Return a rank's dense work, which the search for the tables' plan takes as given."""
         if self.transformer is None:
             return DenseWork(
                 forward_s=self.forward_ms / 1e3,
@@ -95,7 +95,7 @@ class PlanConfig(Section):
     data: SyntheticConfig
     model: ModelConfig = ModelConfig()
     machines: MachinesConfig
-    """The machines that it would be trained on."""
+    """The machines to train on."""
 
     replicas: ReplicationConfig = ReplicationConfig()
     """The way to keep table copies equal."""
@@ -114,13 +114,13 @@ class PlanConfig(Section):
     """The sharding types that tables may have; empty for all that train alike."""
 
     exchanges: tuple[str, ...] = ()
-    """The ways in which rows may travel; empty for all."""
+    """The exchanges that tables may use; empty for all."""
 
     one_copy: tuple[str, ...] | Literal["best"] = "best"
     """The features whose tables have one copy in the world; others have one in each group."""
 
     access: PathBesideConfig = ""
-    """A file of access statistics; empty for what the data's own probabilities say."""
+    """A file of access statistics; empty for the data's own probabilities."""
 
     @model_validator(mode="after")
     def _check_features(self) -> Self:
@@ -163,25 +163,25 @@ def torchrec_cost(setting: CostSetting, model: nn.Module, topology: Topology) ->
 
 
 _MOST_COMPARED = 10_000
-"""Ranks times tables, for which TorchRec's planner takes seconds."""
+"""The most ranks times tables to compare, for which TorchRec's planner takes seconds."""
 
 
 @dataclass(frozen=True)
 class Planning:
-    """A planner and what it plans."""
+    """A planner, and the model to plan."""
 
     planner: Planner2D
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     topology: Topology
     dense: DenseChoices | None
-    """The ways to run the dense part, if the config says what layers it has."""
+    """The ways to run the dense part, if the config describes its layers."""
 
     title: str = ""
-    """What is planned, in words, where a config says more than is planned."""
+    """The planned part of a config, in words, if the config has more than that."""
 
     def explained(self) -> Explanation:
-        """Explain the plan, and compare it with TorchRec's where that is quick."""
+        """Explain the plan, and compare it with TorchRec's if that is quick."""
         explanation = self.planner.explain()
         if self.topology.world_size * len(explanation.tables) > _MOST_COMPARED:
             return explanation
@@ -191,16 +191,16 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class RunToPlan:
-    """A training program's run, and the machines that it would be trained on."""
+    """A training program's run, and the machines to train it on."""
 
     config: TrainConfig
-    """The training program's, with this run alone."""
+    """The training program's config, with only this run."""
 
     machines: MachinesConfig
     """The machines."""
 
     dataset: Dataset
-    """The data, whose features count."""
+    """The data, for its features."""
 
     access: AccessStats
     """Row frequencies in the data."""
@@ -226,7 +226,7 @@ def to_plan(
         progress: called while the log is read.
 
     Raises:
-        ConfigError: it is neither, or doesn't say which machines are meant.
+        ConfigError: it is neither, or doesn't name the machines.
     """
     if kind_of(name, (TrainConfig, PlanConfig)) is PlanConfig:
         if run:
@@ -236,7 +236,7 @@ def to_plan(
     config = load_config(TrainConfig, name, of_training(overrides))
     chosen, section = _chosen_run(config, run)
     machines = _machines(name, of_machines, [section, *config.runs.values()])
-    # As if the run named it: what it leaves out is chosen.
+    # As if the run named it, so that the planner chooses what the run leaves open.
     num_groups = section.num_groups if "num_groups" in section.model_fields_set else 0
     update = {"calibration": machines.calibration, "num_groups": num_groups}
     section = section.model_copy(update=update)
@@ -255,7 +255,7 @@ _MACHINES = "machines."
 
 
 def of_training(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a training program's config, without those of the machines."""
+    """Return a training program's overrides, without the machines'."""
     return [text for text in overrides if not text.startswith(_MACHINES)]
 
 
@@ -295,7 +295,7 @@ def _machines(source: str, overrides: Sequence[str], runs: Sequence[RunConfig]) 
 
 
 def on_ranks(source: PlanConfig | RunToPlan, num_ranks: int) -> PlanConfig | RunToPlan:
-    """Return the same with another number of ranks."""
+    """Return the source with another number of ranks."""
     tree = source.machines.model_dump() | {"num_ranks": num_ranks}
     machines = make_config(MachinesConfig, tree, "--ranks")
     if isinstance(source, PlanConfig):
@@ -304,7 +304,7 @@ def on_ranks(source: PlanConfig | RunToPlan, num_ranks: int) -> PlanConfig | Run
 
 
 def planning(source: PlanConfig | RunToPlan) -> Planning:
-    """Build a planner, and what it plans; no process group is needed."""
+    """Build a planner and the model to plan; no process group is needed."""
     calibration = source.machines.calibrated()
     topology = calibration.topology(source.machines.num_ranks, source.machines.local_size)
     if isinstance(source, PlanConfig):
@@ -367,7 +367,7 @@ def _planning_of_config(
         calibration=calibration,
         workload=workload,
     )
-    # Its learning rate doesn't matter here; that there is one moment per row does.
+    # Its learning rate doesn't matter here; its one moment per row does.
     sharder = EmbeddingBagCollectionSharder2D(MomentScaledRowWiseAdaGrad(lr=1.0))
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
     dense = None

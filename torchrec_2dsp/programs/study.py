@@ -55,7 +55,7 @@ def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
 
     Args:
         records: one for each pair of seeds, otherwise alike.
-        reference: the run that the others are compared with.
+        reference: the run to compare the others with.
     """
     check_alike(records)
     names = list(dict.fromkeys(run.name for record in records for run in record.runs))
@@ -127,8 +127,8 @@ def study_report(
 
     Args:
         records: one for each pair of seeds.
-        reference: the run that the others are compared with.
-        baseline: the run of whose gap the page says how much the others close.
+        reference: the run to compare the others with.
+        baseline: a run with a gap; the page reports how much of it the others close.
         title: the page's title.
         plot: the plot's path as seen from the page, if there is one.
         data: each record's JSON path as seen from the page.
@@ -247,7 +247,7 @@ def study_plot(records: Sequence[TrainRecord], path: str | Path, *, reference: s
 def _curves(
     records: Sequence[TrainRecord], name: str, reference: str
 ) -> tuple[list[float], list[list[float]]]:
-    """Return the samples in millions, and at each point that all reached the gaps by seed."""
+    """Return the samples in millions and, at each point that all reached, the gaps by seed."""
     batch_size = records[0].config["loop"]["global_batch_size"]
     by_seed = []
     for record in records:

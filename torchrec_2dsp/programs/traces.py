@@ -50,7 +50,7 @@ def marked_step(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class HostSpan:
-    """A time in which a host thread was inside an operator or a named range."""
+    """The time that a host thread spent in an operator or a named range."""
 
     name: str
     """The operator's or the range's name."""
@@ -90,7 +90,7 @@ class RankTrace:
     def of_events(cls, events: Iterable[Mapping[str, Any]], dilation: float = 1.0) -> Self:
         """Sort the events of a Chrome trace by thread.
 
-        Where time passed slower, the rank computed as fast as always, and slept to pay for it: a
+        Where time passed slower, the rank computed at full speed, and slept to pay for it: a
         sleep takes none of the cluster's time.
         """
         events = list(events)
@@ -130,7 +130,7 @@ class RankTrace:
 
 
 def _clock_awake(sleeps: Iterable[tuple[float, float]]) -> Callable[[float], float]:
-    """Return what takes a trace's times to a clock that stands still in sleeps."""
+    """Return a function that maps a trace's times to a clock that stops during sleeps."""
     in_order = sorted(sleeps)
     slept_us = [0.0, *accumulate(end_us - start_us for start_us, end_us in in_order)]
 
@@ -158,9 +158,9 @@ class StepPhase(StrEnum):
     ROWS = "rows"
     """Send rows or pooled rows to the ranks that have the samples."""
     DENSE_FORWARD = "dense forward"
-    """Run the forward of what isn't a table."""
+    """Run the forward of the dense part."""
     DENSE_BACKWARD = "dense backward"
-    """Run the backward of what isn't a table."""
+    """Run the backward of the dense part."""
     ROW_GRADIENTS = "row gradients"
     """Send gradients of rows, or of pooled rows, to the row owners."""
     TABLE_UPDATE = "table update"
@@ -170,7 +170,7 @@ class StepPhase(StrEnum):
     DENSE_GRADIENTS = "dense gradients"
     """Reduce dense gradients over all ranks."""
     OPTIMIZER = "optimizer"
-    """Update what isn't a table, and clear gradients."""
+    """Update the dense part, and clear gradients."""
     OTHER = "other"
     """Anything that no range of the trace names."""
 
@@ -294,7 +294,7 @@ class RankSplit:
     """The rank."""
 
     num_steps: int
-    """The number of steps that the mean is over."""
+    """The number of steps in the mean."""
 
     step_us: float
     """The length of a step."""
@@ -406,7 +406,7 @@ def _cuts(trace: RankTrace) -> tuple[list[float], dict[float, int]]:
 def _innermost(
     spans: Iterable[HostSpan], place_of: Mapping[float, int], outside: PhaseAtMoment
 ) -> list[PhaseAtMoment]:
-    """Return what a thread does after each cut: the meaning of its innermost span.
+    """Return a thread's activity after each cut: the meaning of its innermost span.
 
     Spans come by start, outer ones first. A part that reaches beyond the span around it, because
     clocks are rounded, is cut off. ``outside`` is the meaning outside all spans.

@@ -1,8 +1,8 @@
 """Benchmarks: train one model in several ways, interleaved, and compare their speed.
 
 A *contestant* is a way to train: TorchRec's, this package's, or a *ceiling*, which repeats another
-one with collectives that cost nothing. Each has a process of its own on every rank, so that one
-that crashes or hangs takes no other with it. Only one computes at a time:
+one with collectives that cost nothing. Each has its own process on every rank, so one that
+crashes or hangs affects no other. Only one computes at a time:
 
 ```text
              torchrun's ranks: rank 0        rank 1   ...        agree over the store (process)
@@ -18,7 +18,7 @@ that crashes or hangs takes no other with it. Only one computes at a time:
 In the order of the data: ``config`` names contestants, ``program`` runs them, ``process`` holds
 their processes, ``worker`` is one contestant on one rank, ``contestants`` builds its model,
 ``replay`` is a ceiling's backend, ``machine`` reads the operating system, ``tracing`` profiles
-steps, ``judge`` holds losses against the reference, ``results`` is the JSON. From that,
+steps, ``judge`` compares losses with the reference, ``results`` is the JSON. From that,
 ``statistics`` computes figures, ``tables`` and ``labels`` show them, and ``page`` and ``plots``
 write files.
 

@@ -54,7 +54,7 @@ class ScheduleConfig(Section):
     """Steps in the traced block, whose times only count for the split by phase."""
 
     deadline_s: float = Field(default=180.0, gt=0, le=1e9)
-    """Seconds without an answer to "build", "trace" or a block after which a contestant is out."""
+    """The seconds a contestant may take to answer "build", "trace" or a block before it is out."""
 
     seed: Seed = 0
     """The seed for the bootstrap and the contestants' order."""
@@ -67,8 +67,8 @@ class NetworkConfig(Section):
     """The network between the ranks."""
 
     interface: str = ""
-    """Count bytes on this network interface, such as eth0, with what others send; empty: count each
-    collective's payload instead."""
+    """The network interface, such as eth0, on which to count bytes, others' traffic included; if
+    empty, each collective's payload is counted instead."""
 
     description: str = ""
     """The network as the report describes it."""
@@ -82,7 +82,7 @@ class LossConfig(Section):
     """
 
     num_steps: int = Field(default=10, ge=1)
-    """The number of first losses that are compared step by step: rounding grows later."""
+    """The number of first losses to compare step by step: rounding grows later."""
 
     exact_bound: float = Field(default=1e-4, gt=0)
     """The largest difference in a first step's loss, for contestants with the arithmetic of one
@@ -132,13 +132,13 @@ class _Contestant(Section):
 
 class _Planned(_Contestant):
     sharding_types: tuple[str, ...] = ()
-    """Sharding types that the planner may choose from; empty for all that TorchRec has."""
+    """Sharding types that the planner may choose from; empty for all of TorchRec's."""
 
     bandwidths: Literal["default", "measured"] = "measured"
-    """The bandwidths that the planner gets: its own defaults, or those measured here."""
+    """The planner's bandwidths: its own defaults, or those measured here."""
 
     full_duplex: bool = False
-    """Receive and send at once in all-to-alls (gloo alone; see `FullDuplexGroup`)."""
+    """True to send and receive at once in all-to-alls (gloo only; see `FullDuplexGroup`)."""
 
     dense: DensePartConfig = DDPConfig()
     """The way to reduce dense gradients over ranks."""
@@ -176,17 +176,17 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 
     kind: Literal["two_d", "parallelized"]
     """"parallelized" does what `parallelize` does for a user who shows it the first batch: it knows
-    no row frequencies and no time of the dense part, and measures the ranks unless there is a
+    neither row frequencies nor the dense part's time, and measures the ranks unless there is a
     calibration."""
 
     precision: Literal["exact", "any"] = "exact"
-    """As in `parallelize`: "any" lets it round rows and vectors that travel."""
+    """The precision, as in `parallelize`: "any" permits rounding rows and vectors that travel."""
 
     num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
-    """Table replicas; "any" lets the planner choose."""
+    """The number of table replicas; "any" lets the planner choose."""
 
     by_cost: bool = False
-    """Let the planner predict steps, by the calibration, and choose exchanges as well."""
+    """True to let the planner predict steps with the calibration, and choose exchanges as well."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
     """Group placement."""
@@ -243,7 +243,7 @@ class CeilingContestant(_Contestant):
 
     kind: Literal["ceiling"]
     of: str
-    """The contestant that it repeats."""
+    """The repeated contestant."""
 
     def describe(self) -> str:
         """Describe the contestant in words."""
@@ -285,7 +285,7 @@ class BenchConfig(Section):
     """The model to train, for clicks or for sequences."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The rules by which weights are updated."""
+    """The rules that update the weights."""
 
     schedule: ScheduleConfig = ScheduleConfig()
     """Training length and deadlines."""
@@ -297,7 +297,7 @@ class BenchConfig(Section):
     """Loss bounds."""
 
     calibration: CalibrationPath = ""
-    """A calibration file, by which steps are predicted, too: relative to the config file, or the
+    """The calibration file to predict steps with: relative to the config file, or the
     name of one that ships, such as `emulated_1gbit`."""
 
     contestants: dict[str, Contestant]
@@ -345,7 +345,7 @@ class BenchConfig(Section):
 
     @property
     def planned(self) -> "dict[str, PlannedContestant]":
-        """The contestants that train by their own plan."""
+        """The contestants that train with their own plans."""
         return {
             name: contestant
             for name, contestant in self.contestants.items()
@@ -407,7 +407,7 @@ class BenchConfig(Section):
 
 
 def is_reference(contestant: object) -> bool:
-    """Return whether a contestant trains as TorchRec does with nothing changed."""
+    """Return whether a contestant trains exactly as unchanged TorchRec does."""
     return (
         isinstance(contestant, StockContestant)
         and contestant.qcomms == "fp32"

@@ -82,7 +82,7 @@ from torchrec_2dsp.shard.sharders import (
 
 
 def tables_work(config: BenchConfig) -> Workload:
-    """Return a step's work with the tables, whoever trains them."""
+    """Return a step's work with the tables, for any contestant."""
     data = config.data
     model = build_any_model(data.dataset(), config.model, tables_device="meta")
     access = true_access(data) if isinstance(data, SyntheticConfig) else None

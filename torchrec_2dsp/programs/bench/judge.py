@@ -155,8 +155,8 @@ def _widened(
 ) -> dict[str, LossBounds]:
     """Widen bounds where TorchRec's own exact contestants differ by more than the config says.
 
-    Each of these is judged by the others alone, and counts for everyone else only if it passed: so
-    none of them excuses itself. A contestant's own `ne_bound` stays.
+    Each is judged only by the others, and counts for everyone else only if it passed, so none
+    excuses itself. A contestant's own `ne_bound` stays.
     """
     repeats = [
         name

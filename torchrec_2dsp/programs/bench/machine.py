@@ -38,7 +38,7 @@ class MachineLoad:
 
 
 def load(pids: Sequence[int]) -> MachineLoad:
-    """Read the load now; zeros where the system doesn't say. ``pids`` are our own processes."""
+    """Read the load now; zeros if the system doesn't report it. ``pids`` are our own processes."""
     try:
         ticks = [int(ticks) for ticks in (_PROC / "stat").read_text().splitlines()[0].split()[1:]]
         own = sum(_process_ticks(pid) for pid in pids)
@@ -53,7 +53,7 @@ def load(pids: Sequence[int]) -> MachineLoad:
 def foreign_load(
     before: Sequence[MachineLoad], after: Sequence[MachineLoad], seconds: float
 ) -> float:
-    """Return the cores that others kept busy, on the machine where they kept most.
+    """Return the number of cores that others kept busy, on the machine with the most.
 
     The loads are every rank's, ``seconds`` apart.
     """

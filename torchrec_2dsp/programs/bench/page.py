@@ -121,7 +121,7 @@ def markdown_report(
     plots: Mapping[str, str] = {},
     data: Sequence[str] = (),
 ) -> str:
-    """Write a page on one or several results; what they share is said once.
+    """Write a page on one or several results; shared facts are listed once.
 
     Args:
         results: such as one model on several clusters.
@@ -235,7 +235,7 @@ def _columns(summaries: Sequence[Summary]) -> str:
 
 
 def _coverage(summaries: Sequence[Summary]) -> str:
-    """Say how much confidence an interval keeps with so few rounds."""
+    """State how much confidence an interval keeps with this few rounds."""
     rounds = {
         len(contestant.result.blocks)
         for summary in summaries
@@ -285,7 +285,7 @@ def _listed(facts: Mapping[str, str]) -> str:
 
 
 def _predicted_together(results: Sequence[BenchResult]) -> str:
-    """Say how good predictions are over several settings; empty unless several have any."""
+    """Report prediction quality over several settings; empty unless several have predictions."""
     settings = [predicted for result in results if (predicted := predicted_in(result))]
     if len(settings) < 2:
         return ""
@@ -305,7 +305,7 @@ def _predicted_together(results: Sequence[BenchResult]) -> str:
 
 
 def _quality(result: BenchResult) -> str:
-    """Say how good a setting's predictions are, and where their dense part comes from."""
+    """Report a setting's prediction quality, and the source of its dense part."""
     predicted = predicted_in(result)
     if not predicted:
         return ""

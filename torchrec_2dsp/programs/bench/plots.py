@@ -23,7 +23,7 @@ def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
     """Draw all plots that the results have data for, beside a page.
 
     Returns:
-        The plots' paths by the names that `markdown_report` has for them.
+        The plots' paths, by `markdown_report`'s names for them.
     """
     plots: dict[str, Callable[[Sequence[BenchResult], Path], None]] = {}
     if len(results) > 1 and any(result.measured() for result in results):

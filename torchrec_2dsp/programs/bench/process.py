@@ -71,17 +71,17 @@ class Control:
 def join_contestant(
     schedule: ScheduleConfig, number: int, place: Place, *, backend: str = "", patience: float = 1.0
 ) -> None:
-    """Make a contestant's world in its own process, over its own store connection.
+    """Create a contestant's world in its own process, over its own store connection.
 
     Args:
         schedule: names the device and the deadline.
         number: the contestant's.
         place: this rank's.
         backend: the world's, on the CPU; empty for gloo.
-        patience: the deadlines that collectives may take.
+        patience: the number of deadlines that collectives may take.
 
     Collectives:
-        Makes the world's process group.
+        Creates the world's process group.
     """
     torch.set_num_threads(1)
     if schedule.device == "cuda":
@@ -125,7 +125,7 @@ class Answer:
     value: Any = None
     """The value that the method returned."""
     report: str = ""
-    """The error, with a traceback where there is one."""
+    """The error, with a traceback if there is one."""
 
 
 class ContestantProcess:
@@ -161,13 +161,13 @@ class ContestantProcess:
         deadline_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Call a method there and wait for its result; ends a pause.
+        """Resume the process if it is paused, call a method in it, and wait for the result.
 
         Args:
             method: the object's method.
             arguments: the method's arguments.
             deadline_s: seconds to wait.
-            give_up: polled for whether to stop waiting.
+            give_up: polled; true stops the waiting.
         """
         end = time.monotonic() + deadline_s
         try:

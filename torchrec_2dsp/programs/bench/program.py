@@ -117,7 +117,7 @@ def predicted_steps(
 ) -> tuple[dict[str, dict[str, float]], tuple[str, ...]]:
     """Predict the steps of contestants that train, in seconds by part; none without a calibration.
 
-    Also return the ceilings whose steps gave the time beside the tables; without any, the model
+    Also return the ceilings whose steps gave the time outside the tables; without any, the model
     without its tables was timed.
     """
     if dense is None:
@@ -176,7 +176,7 @@ def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
 
 
 _PATIENCE = 3.0
-"""Ranks wait for each other this many deadlines long."""
+"""The number of deadlines for which ranks wait for each other."""
 
 
 def run_bench(config: BenchConfig, watcher: BenchWatcher | None = None) -> BenchResult:
@@ -285,7 +285,7 @@ class _Bench:
     def _measure(self) -> None:
         shuffler = random.Random(self._schedule.seed)
         for number in range(self._schedule.rounds):
-            # Another order in each round: a contestant's predecessor must not matter.
+            # A new order in each round: a contestant's predecessor must not matter.
             order = self._alive()
             shuffler.shuffle(order)
             for runner in order:

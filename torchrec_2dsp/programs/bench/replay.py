@@ -19,7 +19,7 @@ _NAME = "gloo_replay"
 
 
 class Mode(enum.Enum):
-    """The mode that this process's groups are in."""
+    """The mode of this process's groups."""
 
     LIVE = "communicate"
     RECORD = "communicate, and keep what came out"

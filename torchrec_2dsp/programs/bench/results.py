@@ -92,11 +92,11 @@ class EncodedTraffic(Section):
     """The bytes that a transport saves, per rank and step, mean over ranks."""
 
     rows_fp32_bytes: float = 0.0
-    """fp32 bytes for rows, bags and their gradients, each counted once, whoever gets it; 0 without
+    """fp32 bytes for rows, bags and their gradients, each counted once for all receivers; 0 without
     a row transport."""
 
     rows_bytes: float = 0.0
-    """Their bytes as they travelled."""
+    """Their bytes on the wire."""
 
     replicas_fp32_bytes: float = 0.0
     """Bytes that a rank would have sent to its replica peers in fp32."""
@@ -118,17 +118,17 @@ class DenseTraffic(Section):
     """The chosen elements' share."""
 
     residual_norm: float
-    """The Euclidean norm of what a rank hadn't sent yet after the last step."""
+    """The Euclidean norm of a rank's residual, not sent yet, after the last step."""
 
 
 class RowTravel(Section):
     """The travel time of a step's row gradients, mean over ranks."""
 
     window_s: float
-    """Seconds from sending gradients until their rows are needed: for so long they cost nothing."""
+    """Seconds from sending gradients until their rows are needed: until then they cost nothing."""
 
     waited_s: float
-    """Seconds for which the lookup then waits for them."""
+    """Seconds that the lookup then waits for them."""
 
 
 class ContestantResult(Section):
@@ -249,7 +249,7 @@ class BenchResult(JsonFile):
     """The contestants, in the config's order."""
 
     dense_from: tuple[str, ...] = ()
-    """The ceilings whose steps gave the predictions the time beside the tables; without any, the
+    """The ceilings whose steps gave the predictions the time outside the tables; without any, the
     model without its tables was timed."""
 
     def measured(self) -> tuple[ContestantResult, ...]:
@@ -259,7 +259,7 @@ class BenchResult(JsonFile):
         )
 
     def stock(self) -> list[ContestantResult]:
-        """Return the measured contestants of torch and TorchRec alone, full duplex apart."""
+        """Return the measured contestants of torch and TorchRec alone, in full duplex or not."""
 
         def is_stock(contestant: ContestantResult) -> bool:
             section = self.setting.config.get("contestants", {}).get(contestant.name, {})

@@ -22,10 +22,10 @@ NUM_RESAMPLES = 10_000
 """Bootstrap draws."""
 
 CONFIDENCE = 0.95
-"""The share of resampled medians that an interval holds."""
+"""The share of resampled medians that an interval contains."""
 
 FOREIGN_LOAD_LIMIT_CORES = 0.25
-"""Blocks during which others kept more cores busy than this are flagged."""
+"""The number of cores that others keep busy, above which a block is flagged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class ContestantSummary:
     step: StepTime
     samples_per_s: float
     over_best_stock: Speedup | None
-    """Against the best stock contestant; None without one, or without a common round."""
+    """The speedup over the best stock contestant; None without one, or without a common round."""
 
     over_plain_stock: Speedup | None
-    """Against the best stock contestant that has gloo's own all-to-all."""
+    """The speedup over the best stock contestant with gloo's own all-to-all."""
 
     share_of_ceiling: float | None
     """The lowest ceiling's step time, relative to this one's. With the ceiling's plan no
@@ -88,7 +88,7 @@ class Summary:
     """The measured contestants by name, in the config's order."""
 
     best_stock: str | None
-    """The fastest stock contestant, whatever it was given."""
+    """The fastest stock contestant, with or without the full-duplex all-to-all."""
 
     best_plain_stock: str | None
     """The fastest stock contestant with gloo's own all-to-all."""
@@ -115,7 +115,7 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, f
 
 
 def interval_coverage(num_values: int) -> float:
-    """Return how often `median_interval` holds the true median, at least.
+    """Return how often `median_interval` contains the true median, at least.
 
     The interval's ends are order statistics, and each value is below the true median with
     probability one half.
@@ -158,7 +158,7 @@ def speedup(
 ) -> Speedup | None:
     """Compare two contestants round by round; None without a common round.
 
-    Blocks in one round were trained shortly after one another, so what slows a whole round cancels
+    Blocks in one round were trained shortly after one another, so a whole round's slowdown cancels
     out.
     """
     base_s = {block.round: block.step_s for block in base.blocks}
@@ -263,7 +263,7 @@ class Agreement:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The contestants whose medians differ too much, or that failed in some runs alone."""
+        """The contestants whose medians differ too much, or that failed only in some runs."""
         return tuple(
             name
             for name, medians_s in self.medians_s.items()
@@ -327,7 +327,7 @@ def _runs_faster(
 
 
 def _identity(result: BenchResult) -> dict[str, Any]:
-    """Return what all runs of a benchmark share."""
+    """Return the facts that all runs of a benchmark share."""
     setting = result.setting
     return {
         **setting.model_dump(exclude={"when", "command", "link_speeds"}),

@@ -81,7 +81,7 @@ def step_table(result: BenchResult, summary: Summary) -> Table:
 
 
 def closing_table(result: BenchResult, summary: Summary) -> Table:
-    """Show the figures that fit into 80 columns, which is what a log file gets."""
+    """Show the figures that fit into a log file's 80 columns."""
     columns = _step_columns(result, summary)
     headings = {
         "min ms": "min\nms",
@@ -102,7 +102,7 @@ def closing_table(result: BenchResult, summary: Summary) -> Table:
 def _step_columns(
     result: BenchResult, summary: Summary
 ) -> dict[str, Callable[[ContestantSummary], str]]:
-    """Return what each column shows of a contestant."""
+    """Return, by heading, the function that formats a contestant's figure."""
 
     def gap(figures: ContestantSummary, value: float | None, form: str) -> str:
         if figures.result.name == result.reference:
@@ -160,7 +160,7 @@ def plan_table(result: BenchResult) -> Table | None:
 
 
 def noise_table(summary: Summary) -> Table:
-    """Show how much the blocks vary, and what else the machine did."""
+    """Show the blocks' variation, and the machine's other load."""
     headings = ("blocks", "steps", "median within ms", "spread", "foreign load", "highest")
     rows = []
     for name, figures in summary.contestants.items():
@@ -185,7 +185,7 @@ def noise_table(summary: Summary) -> Table:
 
 
 def travel_table(result: BenchResult) -> Table | None:
-    """Show how row gradients travel; `None` if nobody sends any."""
+    """Show how row gradients travel; `None` if no contestant sends any."""
     rows = [
         [contestant.name, ms(travel.window_s), ms(travel.waited_s)]
         for contestant in result.measured()
@@ -221,7 +221,7 @@ def encoded_table(result: BenchResult) -> Table | None:
 
 
 def dense_table(result: BenchResult) -> Table | None:
-    """Show the bytes for thresholded dense gradients; `None` if nobody thresholds any."""
+    """Show the bytes for thresholded dense gradients; `None` if no contestant has any."""
     rows = [
         [
             contestant.name,
@@ -297,7 +297,7 @@ def predicted_table(result: BenchResult) -> Table | None:
 
 
 def agreement_table(agreement: Agreement) -> Table:
-    """Show each contestant's medians by run; what differs too much is red."""
+    """Show each contestant's medians by run; excessive differences are red."""
     num_runs = max(map(len, agreement.medians_s.values()))
     rows, styles = [], {}
     for number, (name, medians_s) in enumerate(agreement.medians_s.items()):

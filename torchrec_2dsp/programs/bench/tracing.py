@@ -40,7 +40,7 @@ class Traced:
     dense: DenseTraffic | None
     """Dense gradient bytes, if these are thresholded."""
     row_travel: RowTravel | None
-    """The time that row gradients could travel, and that the lookup waited for them."""
+    """The row gradients' travel window, and the lookup's wait for them."""
     compute_s: tuple[float, ...]
     """Each step's processor time, for all blocks; empty on accelerators."""
     peak_memory_bytes: int
@@ -118,7 +118,7 @@ def row_travel_between(before: SyncReport, after: SyncReport, num_steps: int) ->
 
 
 def traced_figures(ranks: Sequence[Traced], num_steps: int) -> dict[str, Any]:
-    """Reduce all ranks' measurements in so many steps to `ContestantResult` fields, by name."""
+    """Reduce all ranks' measurements of the steps to `ContestantResult` fields, by name."""
     records = chain.from_iterable(rank.collectives for rank in ranks)
     return {
         "phases": phases_of([rank.split for rank in ranks]),

@@ -44,9 +44,9 @@ class Feed(Iterator[Batch]):
     """Batches made ahead, outside the timed steps."""
 
     def __init__(self, batches: Iterator[Batch], *, cycle: int) -> None:
-        """Take batches from these; after ``cycle`` batches the first comes again."""
+        """Take these batches; after ``cycle`` of them, start over."""
         self.cycle = cycle
-        """Different batches; 0 if all differ."""
+        """The number of distinct batches; 0 if all differ."""
         self._batches = itertools.cycle(islice(batches, cycle)) if cycle else batches
         self._ready: deque[Batch] = deque()
 
@@ -132,8 +132,8 @@ class Worker:
             ReplayGroup.mode = Mode.RECORD
             self._train(self._feed.cycle)
             ReplayGroup.mode = Mode.REPLAY
-            # The same gradients again and again would drive the weights to values whose arithmetic
-            # takes another time.
+            # Repeating the same gradients would drive the weights to values whose arithmetic
+            # takes a different time.
             self._trainer.stop_learning()
             step_s = self._train(1)
         self._compute_s.clear()

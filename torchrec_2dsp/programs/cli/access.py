@@ -1,4 +1,4 @@
-"""`access`: counts how often each row of a log is used, and shows what follows from it."""
+"""`access`: counts how often a log uses each row, and shows the resulting statistics."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,7 +62,7 @@ def access(
 
 
 def show_access(result: "AccessResult", console: Console) -> None:
-    """Print a line for each table, and what its numbers mean."""
+    """Print a line for each table, and the meaning of its numbers."""
     headings = ("rows", "used", "lookups\nper sample", "top 1 %\ntake", "colliding\nvalues")
     rows = []
     for table, collision_rate in result.collision_rates.items():

@@ -17,8 +17,8 @@ from torchrec_2dsp.programs.cli.plan import plan, simulate
 from torchrec_2dsp.programs.cli.report import report, train_study
 from torchrec_2dsp.programs.cli.train import train
 
-# A command module stays light: what it needs of torch it imports inside its function, so that
-# `--help` is quick and `doctor` runs where torch does not.
+# Command modules stay light: they import parts of torch inside their functions, so that
+# `--help` is quick and `doctor` runs where torch doesn't.
 COMMANDS: tuple[Callable[..., None], ...] = (
     doctor,
     train,

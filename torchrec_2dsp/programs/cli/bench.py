@@ -110,7 +110,7 @@ class BenchDisplay:
         bars.show("built", 0, self._num_contestants)
 
     def speeds_measured(self, speeds: "LinkSpeeds") -> None:
-        """Show the bandwidths that the planner will be told."""
+        """Show the planner's bandwidths."""
         rates = {
             "inside its host": speeds.in_host["all-to-all"],
             "to other hosts": speeds.across_hosts["all-to-all"],
@@ -127,7 +127,7 @@ class BenchDisplay:
         self._say(f"{name}: {', '.join(parts)}")
 
     def block_measured(self, name: str, block: "ContestantBlock") -> None:
-        """Advance the bar; without one, say when a round begins."""
+        """Advance the bar; without one, report when a round begins."""
         self._num_blocks += 1
         num_blocks = self._num_contestants * self._rounds
         last = f"{name} {block.step_s * 1e3:.0f} ms"
@@ -150,7 +150,7 @@ class BenchDisplay:
 
 
 def show_bench(result: "BenchResult", console: Console) -> None:
-    """Print the closing table, what its columns mean, and who failed."""
+    """Print the closing table, its columns' meaning, and the failures."""
     from torchrec_2dsp.programs.bench.results import Outcome
     from torchrec_2dsp.programs.bench.statistics import summarize
     from torchrec_2dsp.programs.bench.tables import closing_table, counts_link

@@ -1,4 +1,4 @@
-"""`calibrate`: measures what the network and the machines at hand take, for the planner."""
+"""`calibrate`: measures the speed of the network and the machines, for the planner."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -25,23 +25,23 @@ from typer.models import OptionInfo
 
 from torchrec_2dsp.errors import ConfigError, TwoDError
 
-# An error is usually that of all ranks, and torchrun stops the others as soon as one has left: they
-# wait so that rank 0 speaks for all, and speak if it is silent.
+# Usually all ranks have the same error, and torchrun stops the others as soon as one exits: they
+# wait so that rank 0 reports for all, and report themselves if it is silent.
 _LET_RANK_0_SPEAK_S = 3.0
 _OF_THE_DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR),
 }
-"""Errors of files, about which a traceback says no more."""
+"""Errors of files, which a traceback wouldn't explain further."""
 _SECONDS_PER_LINE = 10.0
-"""Seconds between progress lines where there is no terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
 @contextmanager
 def shown_errors() -> Iterator[None]:
-    """Turn this package's errors, and those of a disk, into one line and exit code 2.
+    """Turn this package's errors, and disk errors, into one line and exit code 2.
 
-    Under torchrun that line is also the last thing that torchrun says.
+    Under torchrun, that line is also torchrun's last output.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def shown_errors() -> Iterator[None]:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" on rank {rank}"
         text = f"error{where}: {error}"
-        # At once: torchrun takes the first of the ranks for the cause.
+        # At once: torchrun reports the first rank as the cause.
         _tell_torchrun(text)
         if rank != "0":
             time.sleep(_LET_RANK_0_SPEAK_S)
@@ -60,13 +60,13 @@ def shown_errors() -> Iterator[None]:
 
 
 def _tell_torchrun(text: str) -> None:
-    """Leave the line where torchrun looks for it, in place of its hint that there is no error."""
+    """Write the line to torchrun's error file, to replace the hint that there is no error."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     timestamp = {"timestamp": str(int(time.time()))}
     content = {"message": {"message": text, "extraInfo": timestamp}}
-    # The folder is gone where the launcher has ended.
+    # The folder is gone if the launcher has ended.
     with suppress(OSError):
         Path(path).write_text(json.dumps(content))
 
@@ -119,13 +119,13 @@ def check_page(output: Path) -> None:
 
 
 def show_written(console: Console, *paths: Path | str | None) -> None:
-    """Print the paths of what was written, as they are."""
+    """Print the paths of written files, unchanged."""
     for path in filter(None, paths):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 class ProgressBars(AbstractContextManager["ProgressBars"]):
-    """Progress bars on a terminal, one per name; nothing elsewhere, where lines are printed."""
+    """Progress bars on a terminal, one per name; nothing elsewhere, where callers print lines."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         """Prepare bars on this console; ``columns`` stand between bars and figures."""
@@ -154,12 +154,12 @@ class ProgressBars(AbstractContextManager["ProgressBars"]):
         self._progress.update(self._tasks[name], completed=completed, figures=figures)
 
     def close(self) -> None:
-        """Give the terminal back; the bars stay visible."""
+        """Release the terminal; the bars stay visible."""
         self._progress.stop()
 
 
 class ReadingProgress(AbstractContextManager["ReadingProgress"]):
-    """Shows how far files are read: by bars on a terminal, by a line now and then elsewhere."""
+    """Shows the progress of reading files: bars on a terminal, occasional lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._bars = console, ProgressBars(console)
@@ -170,7 +170,7 @@ class ReadingProgress(AbstractContextManager["ReadingProgress"]):
         self._bars.close()
 
     def show(self, what: str, completed: int, total: int) -> None:
-        """Move the bar of what this rank does, or print a line if it is time."""
+        """Move the bar of this rank's activity, or print a line if it is time."""
         now = time.monotonic()
         if what != self._what:
             self._what, self._start = what, now

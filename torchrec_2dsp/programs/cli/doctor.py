@@ -36,7 +36,7 @@ def doctor(
 
 
 def show_checks(checks: Sequence[CheckResult], console: Console) -> None:
-    """Print the checks as a table, then what repairs those that are not well."""
+    """Print the checks as a table, then the remedies."""
     table = Table("check", "found", "expected", "status")
     for check in checks:
         # `Text`, because brackets in a message are not markup.

@@ -1,4 +1,4 @@
-"""`export`: turns a checkpoint into a model that serves, and shows what that costs in quality."""
+"""`export`: turns a checkpoint into a serving model, and shows the loss of quality."""
 
 import os
 from pathlib import Path
@@ -64,7 +64,7 @@ def export(
 
 
 def show_export(record: "ExportRecord", console: Console) -> None:
-    """Print both models' metrics, and the largest distance of their scores."""
+    """Print both models' metrics, and the largest difference of their scores."""
     rows = [
         [name, f"{value:.6f}", f"{record.served[name]:.6f}"]
         for name, value in record.trained.items()

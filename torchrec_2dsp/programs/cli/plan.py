@@ -1,4 +1,4 @@
-"""`plan` and `simulate`: what would be trained how, on machines that needn't be there."""
+"""`plan` and `simulate`: plan training for machines that needn't be present."""
 
 from pathlib import Path
 from shlex import quote
@@ -88,7 +88,7 @@ def plan(
     check_writable(output)
     check_writable(html)
     if html is not None:
-        graph_objects()  # Said before the search if it is missing.
+        graph_objects()  # Reports a missing package before the search.
     console = Console()
     changes = _with_machines(overrides, calibration, ranks_per_host, world_size)
     with ReadingProgress(console) as progress:
@@ -119,7 +119,7 @@ def _with_machines(
     ranks_per_host: int | None,
     world_size: int | None = None,
 ) -> list[str]:
-    """Return the overrides, and the options about machines as more of them."""
+    """Return the overrides, with the machine options added as more overrides."""
     options = {
         "calibration": calibration,
         "ranks_per_host": ranks_per_host,

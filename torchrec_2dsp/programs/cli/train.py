@@ -95,7 +95,7 @@ def train(
         launched_world(loop.device, "train", loop.timeout_s) as rank,
     ):
         console, is_first = Console(), rank == 0
-        # If rank 0 can't write, that is an error of all ranks.
+        # If rank 0 can't write, all ranks raise.
         with agreeing(world_group()):
             writers = _writers(training, output) if is_first else []
         with closing(TrainDisplay(console)) as display, ReadingProgress(console) as reading:
@@ -120,9 +120,9 @@ def train(
 
 @contextmanager
 def saying_how_to_go_on(folder: str) -> Iterator[None]:
-    """Say on rank 0 how to go on, if a user stops the program; its exit code is that of a stop.
+    """Tell a user who stops the program how to continue, on rank 0; exit with a stop's code.
 
-    Ranks are stopped together, and some hear of another one's stop first.
+    Ranks are stopped together, and some notice another rank's stop first.
     """
     try:
         yield

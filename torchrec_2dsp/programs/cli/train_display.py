@@ -33,12 +33,12 @@ class TrainDisplay(TrainWatcher):
         self._steps = self._asked_steps = 0
 
     def opening(self, config: TrainConfig) -> None:
-        """Say which files are opened, before their rows are counted."""
+        """Print which files are opened, before their rows are counted."""
         if files := getattr(config.data, "files", ()):
             self._say(f"opening {', '.join(files)}")
 
     def data_opened(self, text: str) -> None:
-        """Say which rows are trained on, and which are held out."""
+        """Print which rows are for training, and which are held out."""
         self._say(text)
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
@@ -50,7 +50,7 @@ class TrainDisplay(TrainWatcher):
         self._bars.show(name, 0, self._steps)
 
     def run_resumed(self, name: str, path: Place, step: int) -> None:
-        """Say where the run goes on."""
+        """Print where the run continues."""
         self._say(f"{name}: going on at step {step}, from {path}")
         self._bars.show(name, step, self._steps)
 
@@ -63,7 +63,7 @@ class TrainDisplay(TrainWatcher):
             self._say(f"{name}: step {progress.step}/{self._steps}  {figures}")
 
     def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
-        """Print where layers are cut now."""
+        """Print the layers' new cuts."""
         for stack, firsts in cuts.items():
             at = ", ".join(map(str, firsts))
             self._say(f"{name}: layers of {stack!r} are cut at {at}, after step {step}")
@@ -81,7 +81,7 @@ class TrainDisplay(TrainWatcher):
             self._say(f"{result.name}: ended after step {len(result.losses)}: {result.ending}")
 
     def close(self) -> None:
-        """Give the terminal back, also after an error."""
+        """Release the terminal, also after an error."""
         self._bars.close()
 
     def _say(self, line: str) -> None:
@@ -94,7 +94,7 @@ def progress_text(progress: StepsTrained, num_steps: int) -> str:
     minutes, seconds = divmod(round(per_step_s * (num_steps - progress.step)), 60)
     parts = [
         f"loss {progress.loss:.4f}",
-        # Where all labels are equal, there is no entropy to compare with.
+        # If all labels are equal, there is no entropy to compare with.
         *([] if math.isnan(progress.ne) else [f"NE {progress.ne:.4f}"]),
         f"lr {progress.table_lr:.3g}",
         f"{progress.samples_per_s:,.0f}/s",
@@ -121,7 +121,7 @@ def plan_table(name: str, planned: PlannedRun) -> Table:
 
 
 def show_result(result: TrainResult, console: Console) -> None:
-    """Print the closing tables, narrow enough for 80 columns, and what their numbers mean."""
+    """Print the closing tables, narrow enough for 80 columns, and their numbers' meaning."""
     reference = result.reference if len(result.runs) > 1 else None
     for table in (_losses_table(result, reference), _speeds_table(result)):
         console.print()

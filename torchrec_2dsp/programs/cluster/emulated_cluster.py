@@ -248,7 +248,7 @@ class EmulatedCluster:
             ranks_per_host: the number of ranks on each of them.
             link: each host's rate in each direction: "1gbit", "none".
             delay_ms: the delay one way.
-            processor_per_rank: whether ranks run as if each had a processor of its own, in slower
+            processor_per_rank: whether ranks run as if each had its own processor, in slower
                 time; see `torchrec_2dsp.programs.dilation`.
         """
         for name, value in (("hosts", hosts), ("ranks_per_host", ranks_per_host)):
@@ -261,7 +261,7 @@ class EmulatedCluster:
         self.dilation = dilation.dilation_for(hosts * ranks_per_host) if processor_per_rank else 1.0
         """The factor by which time passes slower for ranks."""
         self.processor_per_rank = processor_per_rank
-        """True if ranks run as if each had a processor of its own."""
+        """True if ranks run as if each had its own processor."""
         self.link = Link.parse(link, delay_ms, self.dilation)
         """The link between hosts."""
         self._network = Network(hosts, self.link)
@@ -405,7 +405,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _replace_handler(old: _Handler, new: _Handler) -> None:
-    """Handle signals by ``new`` where ``old`` did; only a main thread may."""
+    """Replace the signal handler ``old`` with ``new``, in the main thread only."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is old:

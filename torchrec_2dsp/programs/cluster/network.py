@@ -74,7 +74,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """A name that differs between links that differ."""
+        """A name that is unique to the link's settings."""
         slower = "" if self.dilation == 1.0 else f"_dilated{self.dilation:g}"
         return f"{self.rate}_{self.delay_ms:g}ms{slower}"
 
@@ -222,7 +222,7 @@ class Network:
                 "link set lo up",
                 f"addr add {address(number)}/{SUBNET.prefixlen} dev eth0",
                 "link set eth0 up",
-                # So that what is measured on one cluster isn't kept for another.
+                # Keeps one cluster's measurements from being used for another.
                 f"link set eth0 alias {self._link.name}",
             ]
             if kernel.can_choose_congestion_control:
@@ -254,7 +254,7 @@ def _hosts_file(num_hosts: int) -> str:
 
 
 def remove(name: ClusterName) -> None:
-    """Remove all that `Network.set_up` created, even partially, and kill what runs in it."""
+    """Remove everything that `Network.set_up` created, even partially, and kill its processes."""
     namespaces = namespaces_of(name)
     _kill_all(namespaces)
     errors = []

@@ -87,7 +87,7 @@ def check_links(cluster: EmulatedCluster) -> SelfCheck:
 
 
 def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
-    """Explain a failure: without a limit, a machine too slow for the link shows."""
+    """Explain a failure: a run without a limit shows if the machine is too slow for the link."""
     bytes_per_s = cluster.link.bytes_per_s
     busy = "another program may be using the processor: repeat it on an idle machine"
     if bytes_per_s is None or min(check.host_bytes_per_s.values()) > bytes_per_s:

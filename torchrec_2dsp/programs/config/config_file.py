@@ -43,7 +43,7 @@ def find_config(
     beside: str | Path = "",
     sections: Collection[str] = (),
 ) -> Path:
-    """Find a config by path, or by the name under which it ships with the package.
+    """Find a config by path, or by its name among those that ship with the package.
 
     A name with a file extension (``demo.toml``) is a path. Anything else is a shipped config's name
     if there is one, and a path if not.
@@ -55,7 +55,7 @@ def find_config(
         sections: errors name only configs that have one of these; by default all.
 
     Raises:
-        ConfigError: there is neither; the text has the closest of the folder's names, and all.
+        ConfigError: neither exists; the text has the closest of the folder's names, and all.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import find_config
@@ -185,7 +185,7 @@ def load_config(
 
 
 def kind_of(path: str | Path, kinds: Sequence[type[BaseModel]]) -> type[BaseModel]:
-    """Choose the kind of config that a file is, by the section that only this kind has.
+    """Determine a config file's kind by the section that only this kind has.
 
     Raises:
         ConfigError: it is of none of these kinds, or of several; the text names them.

@@ -41,7 +41,7 @@ class _WarmUp(_AutocastSection):
 
 
 class DDPConfig(_AutocastSection):
-    """DDP as it is."""
+    """Plain DDP."""
 
     kind: Literal["ddp"] = "ddp"
 
@@ -74,8 +74,8 @@ class ThresholdedConfig(_WarmUp):
     """The share of elements that are sent in a step."""
 
     preconditioner: Preconditioning = Preconditioning.NONE
-    """none, or the rule by which ranks compute updates before they send: adagrad or adam. The
-    dense optimizer is sgd, then."""
+    """none, or the rule with which ranks compute updates before they send: adagrad or adam. The
+    dense optimizer is then sgd."""
 
     values: Transport = Transport.BF16
     """The elements' wire format: fp32, bf16, fp16, int8 or int4."""

@@ -1,4 +1,4 @@
-"""`MachinesConfig`: machines that needn't be there, by a calibration and what differs from it."""
+"""`MachinesConfig`: machines that needn't be present, as a calibration and changes to it."""
 
 from typing import Self
 
@@ -12,7 +12,7 @@ from torchrec_2dsp.programs.config.section import Section
 
 
 class Slower(Section):
-    """Factors by which things take longer than in a calibration; below 1 they are quicker.
+    """Factors by which durations exceed a calibration's; below 1 they are shorter.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -38,7 +38,7 @@ class Slower(Section):
     """The factor for a row that is looked up, sorted, copied, added or updated."""
 
     def than(self, calibration: Calibration) -> Calibration:
-        """Return the calibration of such machines, whose name says so."""
+        """Return the calibration of such machines, with the changes in its name."""
         factors = {name: value for name, value in self.model_dump().items() if value != 1.0}
         if not factors:
             return calibration
@@ -83,14 +83,14 @@ _GIB = 2**30
 
 
 class MachinesConfig(Section):
-    """The machines that a model would be trained on."""
+    """The machines to train a model on."""
 
     calibration: CalibrationPath
     """A file from the calibrate command, relative to the config file, or the name of one that
     ships, such as `emulated_1gbit`."""
 
     slower: Slower = Slower()
-    """The factors by which things take longer than there."""
+    """The factors by which durations exceed the calibration's."""
 
     num_ranks: int = Field(default=4, ge=1)
     """Ranks in the world."""
@@ -102,10 +102,10 @@ class MachinesConfig(Section):
     """A rank's memory in GiB; 0 takes the calibration's."""
 
     host_memory_gib: float = Field(default=0.0, ge=0)
-    """Beside a GPU's memory, a rank's share of its host's in GiB; 0 takes the calibration's."""
+    """A rank's share of its host's memory in GiB, beside a GPU's; 0 takes the calibration's."""
 
     reserved: float = Field(default=0.15, ge=0, lt=1)
-    """The share of memory that tables and their exchanges don't get."""
+    """The share of memory to keep from tables and their exchanges."""
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
@@ -125,10 +125,10 @@ class MachinesConfig(Section):
         return min(self.ranks_per_host, self.num_ranks)
 
     def calibrated(self) -> Calibration:
-        """Return the calibration of these machines, with the memory that they have.
+        """Return these machines' calibration, with their memory.
 
         Raises:
-            ConfigError: nothing says how much that is, or CPUs are given a second memory.
+            ConfigError: the memory isn't given, or CPUs are given a second memory.
         """
         calibration = self.slower.than(Calibration.load(self.calibration))
         calibration.check_covers(world_size=self.num_ranks, local_world_size=self.ranks_per_host)

@@ -23,7 +23,7 @@ from pydantic_core import core_schema
 from torchrec_2dsp.errors import ConfigError, OutputError, TwoDError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-"""A seed that torch and NumPy take."""
+"""A seed that torch and NumPy accept."""
 
 
 class Section(BaseModel):
@@ -160,7 +160,7 @@ class JsonFile(Section):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             ConfigError: it can't be read, or it is something else.

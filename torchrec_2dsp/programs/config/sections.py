@@ -117,8 +117,8 @@ class RateSchedule(Section):
     """The number of warm-up steps, over which the rate grows linearly to the optimizer's."""
 
     decay_steps: int = Field(default=0, ge=0)
-    """The number of steps after the warm-up over which "linear" and "cosine" decay; 0 for all that
-    are left."""
+    """The number of steps after the warm-up over which "linear" and "cosine" decay; 0 for all
+    remaining steps."""
 
     final: float = Field(default=0.0, ge=0, le=1)
     """The final rate for "linear" and "cosine", as a share of the optimizer's."""
@@ -305,7 +305,7 @@ class ReplicationConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_former_key(cls, tree: Any) -> Any:
-        """Drop what run folders and results of earlier versions have, and this one can't do."""
+        """Drop earlier versions' keys, found in run folders and results, that this one lacks."""
         if not isinstance(tree, dict):
             return tree
         former = {"moment_rho"}
@@ -339,7 +339,7 @@ class ReplicationConfig(Section):
 
     @property
     def sync_config(self) -> SyncConfig:
-        """The config object that a plan carries."""
+        """The sync config for a plan."""
         if self.sync == "GradientSync":
             return GradientSync(
                 transport=self.transport, delay=self.delay, drift_every=self.drift_every

@@ -18,7 +18,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.draws import Zipf
 
 Batches = Generator[Batch, None, None]
-"""Batches, which close what they read from when they are closed."""
+"""Batches; closing them closes their source."""
 
 
 class Split(enum.Enum):
@@ -83,13 +83,13 @@ class Dataset(ABC):
     """The number of dense features."""
 
     fingerprint: Mapping[str, str] = {}
-    """The signs of other files, or others prepared from them, by name; none of drawn samples.
+    """Values that change with the files, or with prepared ones, by name; none for drawn samples.
 
     They are equal on all hosts, and when a run is resumed.
     """
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return how many global batches all epochs have; `None` if they never end."""
+        """Return the number of global batches in all epochs; `None` if they never end."""
         return None
 
     def batches(
@@ -124,7 +124,7 @@ class Dataset(ABC):
 
 
 class DrawnDataset(Dataset):
-    """Endless samples, each of which any rank draws from its number."""
+    """Endless samples, which any rank can draw from their numbers."""
 
     @abstractmethod
     def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
@@ -147,7 +147,7 @@ class DataSection(Protocol[Opened]):
     """A config section ``[data]``."""
 
     def dataset(self, progress: Progress | None = None) -> Opened:
-        """Open the data; a log's files are converted where that wasn't done before."""
+        """Open the data; convert a log's files unless that was done before."""
         ...
 
 

@@ -227,7 +227,7 @@ class SyntheticConfig(Section):
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
     def dataset(self, progress: Progress | None = None) -> "SyntheticDataset":
-        """Return the dataset that the section describes, at once: there is no progress."""
+        """Return the section's dataset, at once: there is no progress."""
         return SyntheticDataset(self)
 
     @field_validator("features", mode="before")

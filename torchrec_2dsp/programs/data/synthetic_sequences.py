@@ -80,7 +80,7 @@ class SyntheticSequencesConfig(Section):
         return Zipf(self.max_length - self.min_length + 1, self.length_skew, is_sorted=True)
 
     def dataset(self, progress: Progress | None = None) -> "SyntheticSequences":
-        """Return the dataset that the section describes, at once: there is no progress."""
+        """Return the section's dataset, at once: there is no progress."""
         return SyntheticSequences(self)
 
 

@@ -79,10 +79,10 @@ def export_model(
     Args:
         source: the run and its checkpoint.
         output: the folder, which mustn't exist or must be empty.
-        max_loss: how much worse the config's metric may be than that of the trained model.
+        max_loss: how much worse the config's metric may be than the trained model's.
 
     Returns:
-        How the two compare, which is also in export.json.
+        The comparison, which is also in export.json.
 
     Raises:
         ConfigError: the folder is there already, or there are no held-out samples.
@@ -211,7 +211,7 @@ def measure(
         metrics = evaluated(config, model, dataset, step=0).metrics
     if has_clicks(config.model):
         for evaluated_logits, served_scores in zip(logits, scores, strict=True):
-            # A diverged model's differences aren't numbers, which its metrics say.
+            # A diverged model's differences aren't numbers, as its metrics show.
             is_finite = bool(evaluated_logits.isfinite().all())
             if is_finite and not _are_equal(evaluated_logits, served_scores):
                 raise UnsupportedError(

@@ -44,7 +44,7 @@ class ServedScores:
     """
 
     functions: tuple[str, ...] = ()
-    """No functions of the file besides the call that answers a request."""
+    """The file's functions besides the call that answers requests: none."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Answers(nn.Module):
         self._scores, self._features = scores, features
 
     def forward(self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> Answer:
-        # FBGEMM's int8 lookup on CPUs takes every tensor for a contiguous one.
+        # FBGEMM's int8 lookup on CPUs assumes contiguous tensors.
         values, lengths = values.contiguous(), lengths.contiguous()
         ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
         return self._scores(self.model, dense, ids)
@@ -136,7 +136,7 @@ _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 def served_own_model(model: nn.Module, data: Dataset, factory: str) -> ServedScores:
     """Serve a factory's model, which returns click logits and probabilities.
 
-    A request has all the data's features, as a batch has, since the model may use any of them.
+    A request has all the data's features, as a batch does, since the model may use any of them.
     """
     _check_collections(model, factory)
     tables = {name: table for table in tables_of(model) for name in table.feature_names}
@@ -155,7 +155,7 @@ def served_own_model(model: nn.Module, data: Dataset, factory: str) -> ServedSco
 
 @contextmanager
 def saying_what_stops(factory: str) -> Iterator[None]:
-    """Raise an error that names the factory, where its model can't be quantised or scripted."""
+    """Raise an error that names the factory, if its model can't be quantised or scripted."""
     try:
         yield
     except TwoDError:
@@ -200,7 +200,7 @@ class ServedNextItems:
     """The file's functions besides the call."""
 
     num_dense: int = 0
-    """No dense features, whatever the data has."""
+    """The number of dense features: none, even if the data has some."""
 
     def __init__(self, model: NextItemModel, config: SequenceModelConfig) -> None:
         self._model, self._chunk_size = model, config.ranking.chunk_size
@@ -272,7 +272,7 @@ class _ItemLookup(nn.Module):
 
 
 class _NextItems(nn.Module):
-    """Predicts what comes next after histories; written for TorchScript."""
+    """Predicts the next items after histories; written for TorchScript."""
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class RequestEncoder:
         """Return the model's three arguments: dense features, ids, and lengths.
 
         Args:
-            columns: the values of each column, one for each sample; ``None`` for what is missing. A
+            columns: the values of each column, one for each sample; ``None`` if missing. A
                 feature with several values takes a list, or a text with the log's separator.
 
         Raises:
@@ -192,9 +192,9 @@ def _bytes_of(item: str | bytes | int) -> bytes:
 
 
 DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
-"""The encoding of values as ids: the config section, and what was prepared for it."""
+"""The encoding of values as ids: the config section, and its prepared files."""
 _ENCODING_FILES = ("vocabulary_*.parquet", "vocabulary_*/**/*.parquet", "scales.json")
-"""Patterns of what was prepared; a feature's name may have slashes."""
+"""Patterns of the prepared files; a feature's name may have slashes."""
 _ITEM_RULES = "the items of a log of interactions, by their numbers from 0 on"
 
 

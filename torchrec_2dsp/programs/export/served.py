@@ -38,7 +38,7 @@ class ServedFeature(Section):
     """The feature's name in the data."""
 
     table: str
-    """The table that its ids are rows of; empty for a feature without one."""
+    """The table with its ids' rows; empty for a feature without one."""
 
     num_rows: int
     """The table's rows: ids are 0 to ``num_rows - 1``."""
@@ -78,7 +78,7 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 
 class RequestCheck(nn.Module):
-    """Refuses requests that FBGEMM would answer with other rows than those that are meant.
+    """Refuses requests that FBGEMM would answer with the wrong rows.
 
     It is written for TorchScript, so errors are `ValueError`s, which a script can raise.
     """
@@ -140,11 +140,11 @@ _NO_NEWS = (
     (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
     # TorchRec's `quantize_embeddings` is built on it.
     (DeprecationWarning, "torch.ao.quantization is deprecated"),
-    # TorchRec's jagged tensors are annotated as no script takes them literally.
+    # TorchRec annotates jagged tensors in a way that no script takes literally.
     (UserWarning, "The TorchScript type system doesn't support instance-level annotations"),
     (UserWarning, "TorchScript will treat type annotations of Tensor dtype-specific subtypes"),
 )
-"""Warnings that torch gives for every script of TorchRec's quantised modules."""
+"""Warnings that torch emits for every script of TorchRec's quantised modules."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def load_script(path: Path) -> torch.jit.ScriptModule:
 
 
 MODEL_FILE, FEATURES_FILE, EXPORT_FILE = "model.pt", "features.json", "export.json"
-"""The model, what it takes, and how it compares with what was trained."""
+"""The files with the model, its inputs, and its comparison with the trained model."""
 
 
 class ServingInputs(JsonFile):
@@ -217,10 +217,10 @@ class ServingInputs(JsonFile):
     """Their columns in a log, in order; empty for data without columns."""
 
     features: tuple[ServedFeature, ...]
-    """The sparse features, in the order in which a request gives their ids."""
+    """The sparse features, in the order of their ids in a request."""
 
     outputs: tuple[str, ...]
-    """Output tensors by name."""
+    """The output tensors' names."""
 
     functions: tuple[str, ...] = ()
-    """Functions beside the call, by name."""
+    """The names of functions besides the call."""

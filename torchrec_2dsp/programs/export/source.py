@@ -38,7 +38,7 @@ class ExportSource:
 
         Args:
             path: the folder of a program's output, or a checkpoint.
-            config: the config that the run of a checkpoint was trained by; a program's output has
+            config: the training config of a checkpoint's run; a program's output has
                 it already.
             run: which run of the config; needed if there are several.
 
@@ -69,7 +69,7 @@ class ExportSource:
                 "checkpoint, name the config that it was trained by with --config"
             )
         train_config = load_config(TrainConfig, config)
-        # Checkpoints lie in <folder>/<run>/<last or best>/<step>.
+        # Checkpoints are in <folder>/<run>/<last or best>/<step>.
         parent = path.resolve().parent.parent.name
         return cls(train_config, _chosen_run(train_config, run, parent), path)
 
@@ -107,7 +107,7 @@ def _newest(config: TrainConfig, run: str) -> Place:
 def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
     """Build a run's model as it was trained, in evaluation mode.
 
-    Splits are part of it: what they leave out in training, they leave out where the model serves.
+    Splits are part of it: what they leave out in training, they also leave out in serving.
     """
     config, run = source.config, source.config.runs[source.run]
     model = build_any_model(dataset, config.model)
@@ -131,11 +131,11 @@ _ENCODING = (
     *("data.features", "data.dense", "data.encoding"),
     *("the log's vocabulary", "the log's scale", "the log's sequences"),
 )
-"""The beginnings of the settings that say how a log's values become a model's inputs."""
+"""The prefixes of the settings that determine how a log's values become a model's inputs."""
 
 
 def _check_settings(source: ExportSource, dataset: Dataset, stored: StoredCheckpoint) -> None:
-    """Raise if the model was trained with other settings, which names and shapes don't show."""
+    """Raise if the model was trained with other settings, which names and shapes don't reveal."""
     if not stored.names(TRAIN_STATE):
         return  # Another program saved it.
     members = Saved.read(stored.tensors(TRAIN_STATE), 0, 1).members

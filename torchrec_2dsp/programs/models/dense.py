@@ -104,7 +104,7 @@ class Layered:
         )
 
     def _sample(self, num_samples: int) -> Sample:
-        """Make samples where the layers are."""
+        """Make samples on the layers' device."""
         inputs, targets = self.sample(num_samples)
         device = next(self.stack.parameters(), inputs).device
         return inputs.to(device), [target.to(device) for target in targets]
@@ -116,7 +116,7 @@ class Layered:
         layer, (many, few) = self.stack.layers[number], sizes
         total = seconds.sum(dim=1)
         per_sample = float(total[0] - total[1]) / (many - few) if many > few else 0.0
-        # A second batch that took longer by chance: then all belongs to the samples.
+        # Where noise makes the fit implausible, all time belongs to the samples.
         per_sample = (
             per_sample if 0 < per_sample < float(total[0]) / many else float(total[0]) / many
         )
@@ -234,7 +234,7 @@ def check_one_length(kind: str, layered: Layered) -> None:
 def autocast_(model: nn.Module, config: DenseKinds, device: torch.device) -> None:
     """Let a model's forward compute in the dense part's `autocast` type while it trains, in place.
 
-    What looks rows up has no operator that autocast changes, and tables keep their types.
+    Lookups have no operator that autocast changes, and tables keep their types.
     """
     if getattr(config, "autocast", "fp32") == "fp32":
         return
@@ -244,7 +244,7 @@ def autocast_(model: nn.Module, config: DenseKinds, device: torch.device) -> Non
         with torch.autocast(device.type, torch.bfloat16, enabled=model.training):
             return forward(*args, **kwargs)
 
-    # Tracers of pipelines read the class, and what they look for isn't changed.
+    # Pipelines' tracers read the class, and the parts that they look for stay unchanged.
     model.forward = run
 
 
@@ -258,14 +258,14 @@ def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> bool:
     """Apply the dense gradients in flight, if the wrapper delays them; return whether any were.
 
     Collectives:
-        As in `DelayedDense.flush`.
+        Same as `DelayedDense.flush`.
     """
     wrapper = data_parallel_wrapper(model)
     return isinstance(wrapper, DelayedDense) and wrapper.flush(optimizer)
 
 
 def dense_total(model: nn.Module) -> GradientReport:
-    """Return what was sent for a model's dense gradients, if they are thresholded."""
+    """Return the report on a model's thresholded dense gradients; empty if it has none."""
     wrapper = thresholded_gradients(model)
     return wrapper.total if wrapper else GradientReport()
 
@@ -293,7 +293,7 @@ def dense_part(
     """Build the dense part's runner; for a planned one, measure the layers on these ranks.
 
     Raises:
-        ConfigError: the model can't run so.
+        ConfigError: the model can't run this way.
 
     Collectives:
         For a planned one, those in `Layered.work`, and an agreement on the fastest way.

@@ -71,7 +71,7 @@ def dense_optimizer(
 def with_meetings(
     local: KeyedOptimizerWrapper, dense: DenseKinds, model: nn.Module
 ) -> KeyedOptimizer:
-    """Wrap the optimizer for ranks that meet now and then, if they train apart."""
+    """Wrap the optimizer for ranks that train apart and meet now and then; else return it."""
     wrapper = data_parallel_wrapper(model)
     if not isinstance(wrapper, LocalDense) or not isinstance(dense, LocalConfig):
         return local

@@ -69,7 +69,7 @@ class ReservedShare(FixedPercentageStorageReservation):
         self._share = share
 
     def reserve(self, topology: Topology, *arguments: Any, **named: Any) -> Topology:
-        """Copy the topology, with the memory that tables get."""
+        """Copy the topology, with the memory left for tables."""
         reserved = super().reserve(topology, *arguments, **named)
         for device in reserved.devices if topology.compute_device == "cpu" else ():
             device.storage.ddr = int((1 - self._share) * device.storage.ddr)
@@ -83,7 +83,7 @@ def planner_arguments(
     topology: Topology,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Return the arguments that TorchRec's planner and this package's both take."""
+    """Return the arguments common to TorchRec's planner and this package's."""
     mean_ids = {feature.name: feature.mean_ids for feature in data.features}
     return {
         "topology": topology,
@@ -116,7 +116,7 @@ def pinned_plan(
         model: the unsharded model.
         sharders: this package's.
         pins: the config with the exchange.
-        data: the features and, of synthetic data, their distributions.
+        data: the features, with synthetic ones' distributions.
         arguments: from `planner_arguments`.
         mesh: the ranks that repeat the plan.
         sync: keeps replicas equal.
@@ -213,7 +213,7 @@ _LOG_LENGTH = 1e9
 
 def true_access(data: SyntheticConfig, max_rows: int = 2_000_000) -> AccessStats:
     """Return a synthetic log's access statistics, by its own probabilities."""
-    # Of features that are alike, one speaks for all: with all their rows they would fill a memory.
+    # One feature stands for all equal ones: all their rows would fill the memory.
     alike: dict[tuple[float, ...], TableAccess] = {}
     tables: dict[str, TableAccess] = {}
     for feature in data.features:
@@ -263,7 +263,7 @@ def stock_sharders(
     Args:
         optimizer: the config with the rates.
         bags: the class of the sharder for bags.
-        arguments: further ones of both sharders.
+        arguments: further arguments of both sharders.
     """
     fused_params: dict[str, Any] = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -293,7 +293,7 @@ def table_configs(model: nn.Module) -> dict[str, Any]:
 def draw_sharded_tables_(model: nn.Module, tables: Mapping[str, Any], seed: int) -> None:
     """Draw this rank's parts of a sharded model's tables, in place.
 
-    They are those that this package's sharders draw with the same seed, on any sharding. ``tables``
+    They equal this package's sharders' draws with the same seed, for any sharding. ``tables``
     are the unsharded model's `table_configs`.
     """
     state = model.state_dict()
@@ -321,7 +321,7 @@ def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
 def make_pipeline(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> AnyPipeline:
-    """Build the pipeline that the plan wants; TorchRec's for a model of TorchRec's."""
+    """Build the plan's pipeline, or TorchRec's for a TorchRec model."""
     if isinstance(model, ModelParallel2D):
         return model.pipeline(optimizer)
     return TrainPipelineSparseDist(model, optimizer, device)

@@ -47,7 +47,7 @@ class SequenceModelConfig(PlannedSection, TablesSection):
     """The embedding dimension, which is the transformer's as well."""
 
     max_length: int = Field(default=50, ge=2)
-    """A user's last items that are used, the one to predict included."""
+    """The number of a user's last items to use, the one to predict included."""
 
     num_blocks: int = Field(default=2, ge=1)
     """The number of attention and feed-forward blocks."""
@@ -178,7 +178,7 @@ def last_positions(examples: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _with_last(values: torch.Tensor) -> torch.Tensor:
-    """Append a zero, which -1 stands for."""
+    """Append a zero, which -1 selects."""
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
 
 
@@ -216,7 +216,7 @@ class NextItemModel(nn.Module):
             ],
             device=torch.device(tables_device),
         )
-        # Not what the table's weights left of the stream: their device must not matter.
+        # Drawing the table depends on its device, so the stream starts anew.
         torch.manual_seed(config.seed + 1)
         self.examples = NextItemExamples(
             config.feature, max_length=config.max_length, loss_mean=config.loss_mean

@@ -48,7 +48,7 @@ class CausalAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, vectors: torch.Tensor) -> torch.Tensor:
-        # As many heads as there are: where layers are split over ranks, each has some of them.
+        # The number of heads is inferred: where ranks share layers, each has only some.
         return vectors.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
 
@@ -82,7 +82,7 @@ class SampledSoftmax(nn.Module):
     """Cross-entropy of the true item among itself and its sequence's negatives.
 
     A logit is the dot product of query and item vector, less the logarithm of the item's sampling
-    probability: so the loss is, in expectation, a softmax over all items, whatever the distribution
+    probability: so the loss is, in expectation, a softmax over all items, for any distribution
     of negatives. A negative that equals the true item doesn't count.
 
     Reference: S. Jean et al., On using very large target vocabulary for neural machine
@@ -138,7 +138,7 @@ class SequenceStack(LayerStack):
         lengths = (weights > 0).sum(dim=1)
         order = lengths.argsort(stable=True)
         losses = []
-        # As many chunks for each batch, since DDP takes the graph to be that of the first step.
+        # Equally many chunks for each batch, since DDP assumes the first step's graph.
         for chunk in order.tensor_split(self.num_chunks):
             longest = max(1, int(lengths[chunk].max())) if chunk.numel() else 1
             losses.append(

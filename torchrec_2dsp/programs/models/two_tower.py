@@ -113,7 +113,7 @@ class TwoTowerModel(nn.Module):
         ]
         self.num_items = feature_of(features, config.item_features[0]).num_rows
         self.embeddings = bags_of(used, config.dim, tables_device, config.data_type)
-        # Not what the tables' weights left of the stream: their device must not matter.
+        # Drawing the tables depends on their device, so the stream starts anew.
         torch.manual_seed(config.seed + 1)
         self.user_tower = Tower(len(config.user_features) * config.dim + num_dense, config)
         self.item_tower = Tower(len(config.item_features) * config.dim, config)
@@ -145,7 +145,7 @@ class TwoTowerModel(nn.Module):
         return users, self.item_tower(self.item_inputs(pooled))
 
     def queries(self, batch: Batch) -> Queries:
-        """Return the batch's users; a click's item is its target.
+        """Return the batch's users as queries; a click's item is its target.
 
         Collectives:
             A lookup's, for the batch.
@@ -164,7 +164,7 @@ class TwoTowerModel(nn.Module):
                 f"ids of {item_feature!r}; to rank all items, give each sample one"
             )
         targets = ids.values().long().where(batch.labels > 0, -1)
-        # What users have had before isn't in a sample.
+        # Samples don't have users' earlier items.
         seen = targets.new_empty(len(targets), 0)
         return Queries(users, (users * items).sum(dim=1), targets, seen)
 
@@ -182,7 +182,7 @@ class TwoTowerModel(nn.Module):
 
 
 class _Joined(nn.Module):
-    """Concatenates pooled vectors, and whatever else is given."""
+    """Concatenates pooled vectors, and any other inputs."""
 
     def __init__(self, features: Sequence[str]) -> None:
         super().__init__()
@@ -239,6 +239,6 @@ class _InBatchSoftmax(nn.Module):
 def _numbers_of_items(bags: Sequence[JaggedTensor]) -> torch.Tensor:
     """Return a number per sample's item, equal where all features' ids are equal."""
     padded = [ids.to_padded_dense(padding_value=-1).sort(dim=1).values for ids in bags]
-    # One column at least, also where no item has an id.
+    # At least one column, also where no item has an id.
     padded.append(padded[0].new_zeros(len(padded[0]), 1))
     return torch.cat(padded, dim=1).unique(dim=0, return_inverse=True)[1]

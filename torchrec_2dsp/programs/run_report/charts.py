@@ -24,7 +24,7 @@ _EXPECTED_COLOUR = "#777777"
 _STEPS = Axis(title="step")
 
 Figure = Callable[[StepsTrained], float | None]
-"""Reads a figure from a point in the curve."""
+"""A function that reads a figure from a point in the curve."""
 
 
 def looks(contents: RunContents) -> dict[str, Line]:

@@ -73,12 +73,12 @@ class PlannedTable(_Part):
 
     @property
     def type_text(self) -> str:
-        """The sharding type, as plans are explained: "table-wise" for "2d_table_wise"."""
+        """The sharding type, as plan explanations name it: "table-wise" for "2d_table_wise"."""
         return self.sharding_type.removeprefix("2d_").replace("_", "-")
 
     @property
     def exchange_text(self) -> str:
-        """The way rows travel, with their owners and wire format where these aren't TorchRec's."""
+        """The exchange, with its owners and wire format where these aren't TorchRec's."""
         owners = "" if self.owners == "block" else f", {self.owners} owners"
         transport = "" if self.transport == "fp32" else f", in {self.transport}"
         stored_as = "" if self.stored_as == "plain" else f", stored as {self.stored_as}"
@@ -86,7 +86,7 @@ class PlannedTable(_Part):
 
     @property
     def num_hot(self) -> int:
-        """Rows that every rank has a copy of."""
+        """The number of rows that every rank has a copy of."""
         return len(self.hot_rows or ())
 
 
@@ -105,10 +105,10 @@ class RunPlan(JsonFile):
     """The tables by name, within each module."""
 
     pipeline: str = "sparse_dist"
-    """The train pipeline that the plan wants."""
+    """The plan's train pipeline."""
 
     full_duplex: bool = False
-    """Whether all-to-alls send and receive at the same time."""
+    """True if all-to-alls send and receive at the same time."""
 
     @property
     def tables(self) -> list[tuple[str, PlannedTable]]:
@@ -318,7 +318,7 @@ def _read_benches(folder: Path) -> Iterator[BenchResult]:
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # Whatever it is, neither train nor bench wrote it there.
+            continue  # Neither train nor bench wrote it.
         if isinstance(content, dict) and {"setting", "contestants"} <= content.keys():
             yield BenchResult.load(path)
 

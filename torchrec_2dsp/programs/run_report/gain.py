@@ -16,20 +16,20 @@ class Contenders:
     """A benchmark's fastest contestants; `None` where no such contestant was measured."""
 
     stock_exact: ContestantResult | None
-    """TorchRec's fastest of those that train as one table would, within float rounding."""
+    """TorchRec's fastest that trains as one table would, within float rounding."""
 
     stock: ContestantResult | None
     """TorchRec's fastest of any precision, such as with INT8 on the wire."""
 
     own_exact: ContestantResult | None
-    """This package's fastest of those that train as one table would."""
+    """This package's fastest that trains as one table would."""
 
     own: ContestantResult | None
     """This package's fastest of any precision."""
 
     @classmethod
     def of(cls, result: BenchResult) -> "Contenders":
-        """Choose them among the contestants that were measured."""
+        """Choose them among the measured contestants."""
         stock = result.stock()
         own = [each for each in result.measured() if each.kind not in ("stock", "ceiling")]
         return cls(
@@ -45,7 +45,7 @@ class Contenders:
         return list({contestant.name: contestant for contestant in ordered if contestant}.values())
 
     def comparisons(self) -> Iterator[tuple[ContestantResult, ContestantResult, str]]:
-        """Yield pairs to compare: this package's, TorchRec's, and what the latter is."""
+        """Yield pairs to compare: this package's, TorchRec's, and the latter's description."""
         if self.own_exact and self.stock:
             yield self.own_exact, self.stock, "TorchRec's fastest"
         if self.own and self.stock and self.own is not self.own_exact:
@@ -55,7 +55,7 @@ class Contenders:
 
 
 def _is_exact(contestant: ContestantResult) -> bool:
-    """Tell whether a contestant's losses were held step by step against one table's."""
+    """Tell whether a contestant's losses were compared step by step with one table's."""
     return contestant.loss_bound is not None
 
 

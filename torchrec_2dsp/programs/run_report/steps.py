@@ -1,4 +1,4 @@
-"""Show where a step goes: a run's by rank, and a benchmark's, TorchRec's beside this package's."""
+"""Show a step's phases: a run's by rank, and a benchmark's, TorchRec's beside this package's."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def ranks_table(splits: Sequence[RankSplit]) -> Table:
 def rank_shares(splits: Sequence[RankSplit]) -> RankShares | None:
     """Return how busy ranks are in the steps that all of them have; `None` without any.
 
-    In each step another rank may be the slowest one, so that means of single ranks hide it.
+    Another rank may be the slowest in each step, which single ranks' means hide.
     """
     steps = common_steps(splits)
     if not steps:
@@ -112,7 +112,7 @@ def contestant_step(contestant: ContestantResult) -> MeanStep:
 
 
 def _whole_us(step: MeanStep) -> tuple[float, float]:
-    """Return how long a whole step computes and waits."""
+    """Return a whole step's computing and waiting time."""
     computing_us, waiting_us = zip(*step.values(), strict=True)
     return sum(computing_us), sum(waiting_us)
 

@@ -104,7 +104,7 @@ class Checkpoints:
         return resume
 
     def _make_folder(self, folder: Place) -> None:
-        """Make the run's folder, rather than learn after the first steps that it can't be made."""
+        """Create the run's folder now, to fail before the first steps if it can't be created."""
         try:
             if self.every and isinstance(folder, Path):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ class RunHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the history of the run before its restart."""
+        """Restore the run's history from before its restart."""
         losses, end = state["losses"].tolist(), 0
         self.progress = []
         for plain in state["progress"]:
@@ -242,12 +242,12 @@ _LENGTH = "loop.steps"
 """The key for a run's length, saved with schedules that depend on it."""
 
 _RUN, _LOG = "run.", "the log's "
-"""The beginnings of the keys for a run's own values, and of those that say what the data was; older
+"""The prefixes of the keys for a run's own values, and of those that describe the data; older
 checkpoints have none."""
 _RUN_KEYS = {"splits", "split_threshold", "moment_scale"}
-"""The run's own values: splits are a part of its model, and the scale of its tables' optimizer."""
+"""The run's own values: splits belong to its model, the scale to its tables' optimizer."""
 _NOT_COMPARED = {"data.malformed_limit", "data.num_ahead", "data.prepared"}
-"""Keys that change no sample, which earlier checkpoints have all the same."""
+"""Keys that change no sample, but that earlier checkpoints have."""
 _FILES = ("data.files", "data.held_out.files")
 """The keys for files. A log may move: its fingerprint says whether it is the same."""
 
@@ -255,8 +255,8 @@ _FILES = ("data.files", "data.held_out.files")
 class RunSettings:
     """Config values that must not change between a run's restarts; part of the train state.
 
-    They decide which samples a step trains and how; other values would make another run. The mesh
-    and the way rows travel may change.
+    They determine which samples a step trains and how; other values make another run. The mesh
+    and the exchange may change.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class RunSettings:
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the length of the schedules; other settings are equal."""
+        """Restore the schedules' length; other settings are equal."""
         if length := state.get(_LENGTH):
             self.num_steps, self._values[_LENGTH] = json.loads(length), length
 
@@ -330,7 +330,7 @@ class RunSettings:
 
 
 def _compared(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that tell runs apart, with the names of files instead of their paths."""
+    """Return the settings that distinguish runs, with the names of files instead of their paths."""
     compared = {key: value for key, value in values.items() if key not in _NOT_COMPARED}
     for key in compared.keys() & set(_FILES):
         compared[key] = json.dumps([Path(path).name for path in json.loads(compared[key])])

@@ -35,11 +35,11 @@ from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 
 _EXCHANGE = ("exchange", "owners", "row_transport", "stored_as", "hot_rows", "prefetch_rows")
-"""Run keys that say how rows travel."""
+"""Run keys for the exchange."""
 _COPIES = (
     *("sync", "sync_policy", "synced_rows", "transport", "delay", "drift_every", "dense_above"),
 )
-"""Run keys that say how row replicas stay equal."""
+"""Run keys for the replica sync."""
 
 
 class LoopConfig(Section):
@@ -143,7 +143,7 @@ class OutputConfig(Section):
 
     watchers: tuple[str, ...] = ()
     """Classes such as ``"my_module:MyWatcher"``, which rank 0 calls with the config: each makes a
-    `TrainWatcher`, told what is planned, trained and evaluated."""
+    `TrainWatcher`, notified of plans, trained steps and evaluations."""
 
     @model_validator(mode="after")
     def _check_folder(self) -> Self:
@@ -222,7 +222,7 @@ class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
     """Sharding types that the planner may choose from; empty for the model's."""
 
     dense: DensePartConfig = DDPConfig()
-    """The data parallelism for what isn't sharded."""
+    """The data parallelism for the dense part."""
 
     calibration: CalibrationPath = ""
     """The measured network and machines, for plans by predicted cost: a file, or the name of a
@@ -241,7 +241,7 @@ class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
 
     @property
     def says_sync(self) -> bool:
-        """True if a key says how replicas stay equal, which a plan file says as well."""
+        """True if a key sets the replica sync, which a plan file has as well."""
         fields = type(self).model_fields
         return any(getattr(self, name) != fields[name].get_default() for name in _COPIES)
 

@@ -194,9 +194,9 @@ def _evaluation(of_ranks: Sequence[_HeldOut], step: int) -> Evaluation:
 def held_out_batches(
     config: TrainConfig, dataset: Dataset, device: torch.device | None = None
 ) -> Batches:
-    """Yield this rank's part of the held-out batches that an evaluation takes.
+    """Yield this rank's part of an evaluation's held-out batches.
 
-    Where a step's batch is cut for memory, these are as well, and have the rows of whole ones.
+    Where a step's batch is cut for memory, so are these; together they have the same rows.
     """
     world, loop = world_group(), config.loop
     batches = dataset.batches(
@@ -222,7 +222,7 @@ def evaluated(
     """Evaluate a model; the metrics cover all ranks and are equal on all of them.
 
     Args:
-        config: says how, and on how many batches.
+        config: the config, which sets the metrics and the number of batches.
         model: the model, sharded or whole, in evaluation mode and in no pipeline.
         dataset: the held-out batches.
         step: the steps trained before.

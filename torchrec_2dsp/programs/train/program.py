@@ -137,7 +137,7 @@ def train_run(
             f"--profile {profiled.start}:{profiled[-1]} begins after the last step of runs.{name}, "
             f"which is {trainer.planned.num_steps}; give earlier steps"
         )
-    # First: watchers begin their files anew, and a start that is refused leaves them as they are.
+    # First: watchers restart their files, and a refused start leaves these as they are.
     path = trainer.resume(resume)
     # A watcher's failure, such as a full disk, is raised on all ranks.
     with agreeing(world_group()):
@@ -249,7 +249,7 @@ class RunTrainer:
             apply_late_gradients(self._model, self._optimizers.whole)
             self._count_bytes()
             evaluations = self._history.evaluations
-            # First, so that no step is lost where the evaluation fails.
+            # First, so that no step is lost if the evaluation fails.
             self._checkpoints.save()
             self._checkpoints.finish()
             if not evaluations or evaluations[-1].step != self.step:
@@ -282,9 +282,9 @@ class RunTrainer:
         }
 
     def _profiler(self, profiled: range) -> StepProfiler:
-        """Return a profiler of these steps, which keeps traces; or of those that the config wants.
+        """Return a profiler that keeps traces of these steps, or one of the config's steps.
 
-        Without an output folder nobody reads them, and it traces none.
+        Without an output folder it traces none, since nobody would read them.
         """
         folder = self._config.output.folder
         if profiled:

@@ -281,7 +281,7 @@ class TrainRecord(JsonFile):
     def difference(self, other: "TrainRecord", *ignored: str) -> str:
         """Name the first key that differs, with both values; empty if the records are alike.
 
-        Folders don't count, nor do keys that begin as one in ``ignored``.
+        Folders, and keys that begin with one of ``ignored``, don't count.
         """
         if self.world_size != other.world_size:
             return f"the number of ranks is {self.world_size} and {other.world_size}"
@@ -320,7 +320,7 @@ class ProgressLine(Section):
     """Each rank's mean step by phase, over the steps that were traced."""
 
     is_over: bool = False
-    """True if the run has ended, so that the record has it."""
+    """True if the run has ended, so it is in the record."""
 
     def is_after(self, step: int) -> bool:
         """Return whether a run that resumes after ``step`` steps will write this line again."""
@@ -333,14 +333,14 @@ class ProgressFile:
     """Appends lines to one run's progress."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the progress anew; earlier lines are kept for `resume`."""
+        """Start a new file; earlier lines are kept for `resume`."""
         self._path = folder / PROGRESS_FILE
         self._earlier = read_progress(folder)
         with writing(self._path):
             self._path.write_text("")
 
     def resume(self, step: int) -> None:
-        """Take over earlier lines up to ``step``."""
+        """Restore earlier lines up to ``step``."""
         for line in self._earlier:
             if not line.is_after(step):
                 self.add(line)

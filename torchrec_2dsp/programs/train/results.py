@@ -147,16 +147,16 @@ class TrainWatcher:
 
 
 _TRAINED = ("model", "optimizer", "loop")
-"""Sections that tell the config of a record from another, and that name no files to read."""
+"""Sections that distinguish records' configs, and that name no files to read."""
 
 
 def _content_of(config: TrainConfig) -> dict[str, Any]:
-    """Return what a config's file contains."""
+    """Return the content of a config's file."""
     return tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
 
 
 def _content_now(earlier: dict[str, Any]) -> dict[str, Any]:
-    """Return what this version would write for an earlier config, if it can read it."""
+    """Return an earlier config as this version would write it, if it can read it."""
     try:
         return _content_of(make_config(TrainConfig, earlier))
     except ConfigError:
@@ -166,8 +166,8 @@ def _content_now(earlier: dict[str, Any]) -> dict[str, Any]:
 class RunFolder(TrainWatcher):
     """Writes, on one rank, the config, each run's plan, and a record that grows run by run.
 
-    - ``config.toml``: the resolved config, with absolute paths; a run of which another config has
-      left files is in it once it begins;
+    - ``config.toml``: the resolved config, with absolute paths; a run with another config's
+      files is added once it begins;
     - ``record.json``: a `TrainRecord` with the finished runs;
     - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``;
     - ``<run>/progress.jsonl``: a run's curve and traced steps, also while it trains.
@@ -314,7 +314,7 @@ class TensorBoardWatcher(TrainWatcher):
             self._writers[name] = self._make_writer(folder, purge_step=step + 1)
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
-        """Write every step's loss, and the other figures once for all."""
+        """Write every step's loss, and the other figures once for all steps."""
         step, losses = progress.step, progress.losses
         figures = {
             "train/ne": progress.ne,

@@ -73,9 +73,9 @@ from torchrec_2dsp.shard.sharders import (
 )
 
 _COUNTED_IDS, _COUNTED_BATCHES = 2**21, 8
-"""The lookups, or samples, to count at least, and the batches."""
+"""The lowest numbers of lookups, or samples, and of batches to count."""
 _EXACT_ROWS = 2**22
-"""The largest table of which each row is counted; of larger ones, the most used rows are."""
+"""The largest table whose rows are all counted; for larger ones, only the most used are."""
 
 _Sharders = list[ModuleSharder[Any]]
 
@@ -285,8 +285,8 @@ def planner_by_cost(
 
     Args:
         config: the training program's.
-        name: the run's; what it says of mesh, exchange and hot rows is demanded of the plan.
-        dataset: the data, whose features count.
+        name: the run's; the plan must follow its mesh, exchange and hot rows.
+        dataset: the data, for its features.
         model: the unsharded model.
         topology: the calibration's, for the ranks that train.
         calibration: the machines.
@@ -297,7 +297,7 @@ def planner_by_cost(
     arguments = arguments_of(config, run, dataset, model, topology)
     arguments["storage_reservation"] = ReservedShare(reserved)
     batch_size, types = arguments["batch_size"], run.sharding_types or config.model.sharding_types
-    # Counts know better how many ids a sample has, and alone if the data lacks a feature.
+    # Counts give better ids per sample, and the only ones if the data lacks a feature.
     is_counted = access is not None and not run.access
     described = set() if is_counted else {feature.name for feature in dataset.features}
     by_features = arguments["constraints"]
@@ -343,14 +343,14 @@ def access_of(
     dataset: Dataset,
     progress: Progress | None = None,
 ) -> AccessStats:
-    """Return a run's row frequencies: by its file, its data's probabilities, or counted.
+    """Return a run's row frequencies: from its file, its data's probabilities, or a count.
 
     Args:
         config: the training program's.
         run: one of its runs.
         model: the unsharded model.
         dataset: the model's batches; the first are counted if nothing else is known.
-        progress: called while they are.
+        progress: called during the count.
     """
     if run.access:
         return AccessStats.load(run.access)

@@ -36,7 +36,7 @@ from torchrec_2dsp.programs.models.planned import make_pipeline
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, step_mark
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A model's output besides the loss that is trained: the detached loss, scores and labels."""
+"""A model's output besides the training loss: the detached loss, scores and labels."""
 
 
 class PipelinedSteps:
@@ -120,7 +120,7 @@ class AccumulatedSteps:
 def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> dict[str, float]:
     """Return figures for this rank's thresholded dense gradients; none if all are sent.
 
-    They cover ``num_steps`` steps, ``before`` which other bytes were sent.
+    They cover the ``num_steps`` steps since the report ``before``.
     """
     wrapper = thresholded_gradients(model)
     if wrapper is None:
@@ -173,7 +173,7 @@ def middle_steps(start: int, end: int, num_steps: int) -> range:
 
 
 def after_stops(steps: range, every: int) -> range:
-    """Return as many steps that begin after the last multiple of ``every`` among these.
+    """Shift steps to begin after the last multiple of ``every`` among them, their last aside.
 
     Example:
         >>> from torchrec_2dsp.programs.train.steps import after_stops
@@ -193,7 +193,7 @@ class StepProfiler:
 
         Args:
             steps: the steps to trace, counted from 1; there may be none.
-            device: this rank's; its own activity is in a trace that is kept.
+            device: this rank's; kept traces include its own activity.
             path: the file to keep this rank's trace in; by default only the phases are kept.
         """
         self._steps, self._path, self._group = steps, path, world_group()
@@ -228,12 +228,12 @@ class StepProfiler:
         self._num_traced += 1
 
     def untraced_seconds(self, seconds: float, num_steps: int, usual_step_s: float) -> float:
-        """Return what the steps since the last call would have taken without a trace.
+        """Return the seconds that the steps since the last call would have taken untraced.
 
         Args:
-            seconds: what they took.
-            num_steps: how many they are. Traced ones count as much as the mean of the others.
-            usual_step_s: what a step took before, in case that all of them are traced.
+            seconds: their duration.
+            num_steps: their number. Traced ones count as much as the mean of the others.
+            usual_step_s: a step's duration before, in case all of them are traced.
         """
         traced_s, num_traced = self._traced_s, self._num_traced
         self._traced_s, self._num_traced = 0.0, 0
@@ -261,7 +261,7 @@ class StepProfiler:
         self._splits = tuple(filter(None, splits or ()))
 
     def interrupt(self) -> None:
-        """End before work that isn't a step, unless a trace of all steps was asked for.
+        """End before work that isn't a step, unless a trace of all steps was requested.
 
         Collectives:
             Same as `finish`.
@@ -271,7 +271,7 @@ class StepProfiler:
 
     def _split(self) -> RankSplit | None:
         """Return the trace's phases; `None` if the data had ended before the first traced step."""
-        # A full disk costs a run its phases, and only a trace that was asked for the run.
+        # A full disk costs a run only its phases; it ends the run if a trace was requested.
         is_whole = suppress(OSError, ValueError) if self._path is None else writing(self._path)
         with (
             suppress(ConfigError),

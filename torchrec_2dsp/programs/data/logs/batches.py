@@ -30,7 +30,7 @@ from torchrec_2dsp.programs.data.logs.text import MalformedLines
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """A rank's part of the batches that an epoch's rows make.
+    """A rank's part of an epoch's batches.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.batches import EpochPlan
@@ -155,7 +155,7 @@ def placed(
 
 
 def prefetched(batches: Iterator[Batch], num_ahead: int) -> Batches:
-    """Yield batches that a thread makes ahead, from the first request on; without one for 0.
+    """Yield batches prefetched by a thread, from the first request on; without a thread for 0.
 
     The thread ends with the batches, after an error, and when the generator is closed or garbage
     collected. The thread's error is raised in place of its batch.
@@ -181,14 +181,14 @@ class LogDataset(Dataset):
     """
 
     def __init__(self, config: LogFiles, row_words: Mapping[Split, str]) -> None:
-        """Take the section, and what errors call a split's rows."""
+        """Store the section, and the words for each split's rows in errors."""
         self._files, self._row_words = config, row_words
         self.malformed = MalformedLines(config.malformed_limit)
         """The malformed lines that this process read."""
 
     @abstractmethod
     def num_rows(self, split: Split) -> int:
-        """Return how many rows a split has."""
+        """Return a split's number of rows."""
 
     @abstractmethod
     def _read(self, split: Split, plan: EpochPlan, start: int) -> Iterator[Batch]:
@@ -199,11 +199,11 @@ class LogDataset(Dataset):
         """Make a rank's part of all samples, in batches of any size."""
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
-        """Return how many batches a split's epoch has."""
+        """Return the number of batches in a split's epoch."""
         return self._plan(split, Share(global_batch_size)).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return how many global batches all epochs have; `None` if they never end."""
+        """Return the number of global batches in all epochs; `None` if they never end."""
         plan = self._plan(Split.TRAIN, Share(global_batch_size))
         return plan.num_epochs * plan.num_batches if plan.num_epochs else None
 
@@ -265,7 +265,7 @@ class TableData(LogDataset):
         """The rule that selects held-out rows."""
 
     def num_rows(self, split: Split) -> int:
-        """Return how many rows a split has."""
+        """Return a split's number of rows."""
         return count_rows(self._pieces[split])
 
     def _read(self, split: Split, plan: EpochPlan, start: int) -> Iterator[Batch]:

@@ -117,7 +117,7 @@ class ConvertedFile:
 
         Args:
             part: its number.
-            advance: called with how many bytes were read.
+            advance: called with the number of bytes read.
 
         Raises:
             ConfigError: the file can't be read or has changed, or the part can't be written.

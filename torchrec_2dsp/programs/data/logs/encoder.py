@@ -285,8 +285,8 @@ class Moments:
 class Prepared:
     """A folder of vocabularies and scales.
 
-    Missing ones are built in one pass, and so are those that the same files gave when they were
-    read by another layout. Others are reused, for other files too, so that ids stay stable.
+    One pass builds the missing ones, and rebuilds those that the same files gave with another
+    layout. Others are reused, even for other files, so that ids stay stable.
     """
 
     def __init__(self, config: TableLayout) -> None:
@@ -399,12 +399,12 @@ class Prepared:
         return self._folder / f"vocabulary_{feature}.parquet"
 
     def _is_stale(self, feature: SparseColumn, origin: Origin) -> bool:
-        """Return whether the same files gave a vocabulary by another layout."""
+        """Return whether a vocabulary was built from the same files with another layout."""
         before = vocabulary_origin(self._file(feature.name))
         return before.get("rules") == _rules(feature) and is_read_otherwise(before, origin)
 
     def _read_scales(self) -> tuple[dict[str, Scale], dict[str, Any]]:
-        """Return this config's scales, and all that is stored of any column."""
+        """Return this config's scales, and everything stored for any column."""
         path = self._folder / _SCALES
         if not self._dense or not path.exists():
             return {}, {}

@@ -96,7 +96,7 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def real_path(file: str) -> str:
-    """Return the one path of a local file, however it is written or linked."""
+    """Return a local file's canonical path; other paths stay as they are."""
     system, path = file_system(file)
     return os.path.realpath(path) if system == _LOCAL else file
 
@@ -168,7 +168,7 @@ def state_of(file: str) -> FileState:
 
 
 def end_of(file: str) -> bytes:
-    """Read a file's last bytes; those of a Parquet file describe what is in it."""
+    """Read a file's last bytes; a Parquet file's describe its content."""
     system, path = file_system(file)
     with reading(file), system.open_input_file(path) as stream:
         num_bytes = stream.size()

@@ -234,7 +234,7 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
 
 
 def digest_of(*arrays: NDArray[Any]) -> str:
-    """Return a short text that is another one for other numbers."""
+    """Return a short text that identifies the arrays' numbers."""
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
@@ -341,7 +341,7 @@ class Vocabulary:
 
     @property
     def digest(self) -> str:
-        """A short text that is another one for other values, or in another order."""
+        """A short text that identifies the values and their order."""
         return digest_of(self._hashes, self._rows)
 
     def rows(self, values: pa.BinaryArray) -> NDArray[np.int64]:
@@ -395,8 +395,8 @@ class ValueCounter:
 
 
 Origin = Mapping[str, str]
-"""The origin of counts: the "log", its "files" however they are read, and the "layout" by which
-they were; older files don't say all."""
+"""The origin of counts: the "log", its "files" in any layout, and the "layout" with which they
+were read; older files lack some of these."""
 
 
 def write_vocabulary(path: Path, table: pa.Table, rules: str, origin: Origin | None = None) -> None:
@@ -424,12 +424,12 @@ def vocabulary_origin(path: Path) -> dict[str, str]:
 
 
 def is_read_otherwise(before: Origin, origin: Origin) -> bool:
-    """Return whether the same files were read by another layout."""
+    """Return whether the same files were read with another layout."""
     return before.get("files") == origin["files"] and before.get("layout") != origin["layout"]
 
 
 def warn_of_other_logs(origins: Mapping[str, Origin], log: str, consequence: str) -> None:
-    """Warn on rank 0 of what was made from another log."""
+    """Warn on rank 0 about each name whose origin is another log."""
     others = [name for name, origin in origins.items() if origin.get("log", "") not in ("", log)]
     if others and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(

@@ -57,7 +57,7 @@ class InteractionLog:
 
     @property
     def digest(self) -> str:
-        """A short text that is another one for other items, users or orders."""
+        """A short text that identifies the items, the users and their order."""
         return digest_of(self.items, self.lengths, hash_texts(self.item_values))
 
     def last_items(

@@ -110,7 +110,7 @@ class LogPiece:
 
 
 def count_rows(pieces: Iterable[LogPiece]) -> int:
-    """Return how many rows pieces have together."""
+    """Return the pieces' total number of rows."""
     return sum(piece.num_rows for piece in pieces)
 
 
@@ -245,7 +245,7 @@ class LogSource:
                 malformed.add(block.file, first + row, line["reason"], line["text"])
 
     def check_single(self, column: str, purpose: str, remedy: str = "use another column") -> None:
-        """Raise `ConfigError` where a column that needs one id in a row has lists or timestamps."""
+        """Raise `ConfigError` if a column that needs one id per row has lists or timestamps."""
         for file, schema in self._schemas.items():
             kind = schema.field(column).type
             if _described(kind) not in _IDS:
@@ -275,12 +275,12 @@ class LogSource:
 
     @property
     def digest(self) -> str:
-        """A short text that is another one for other files, and the same however they are read."""
+        """A short text that identifies the files, independent of how they are read."""
         text = "\n".join(self._contents.values())
         return digest_of(np.frombuffer(text.encode(), dtype=np.uint8))
 
     def layout(self, column: str) -> str:
-        """Describe how text files have a column, and how it is read; empty for other formats."""
+        """Describe a column's place in text files, and how it is read; empty for other formats."""
         heads = [source.head.names for source in self._converted.values() if source.head]
         # Files mostly have it at one place.
         places = dict.fromkeys(f"{names.index(column) + 1} of {len(names)}" for names in heads)
@@ -391,7 +391,7 @@ class LogReader:
         return table
 
     def _table(self, block: LogBlock, names: list[str]) -> pa.Table:
-        """Read a block, and first those of its row group that come before it, if that is new."""
+        """Read a block, after the earlier ones in its row group."""
         row_group = block.part, block.row_group
         if self._row_group != row_group or self._offset > block.offset:
             group = self._source.fragments[block.part].subset(row_group_ids=[block.row_group])
@@ -425,7 +425,7 @@ class LogReader:
 
 
 def _read_counts(prepared: str) -> dict[str, dict[str, Any]]:
-    """Read the files' row counts, each with the state of its file."""
+    """Read the files' row counts, each with its file's state."""
     path = Path(prepared, _COUNTS)
     if not prepared or not path.exists():
         return {}

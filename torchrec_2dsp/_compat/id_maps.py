@@ -45,7 +45,7 @@ _FOREVER = 2**30
 
 @dataclass(frozen=True)
 class History:
-    """The state of an id map beside its buffers, which are all that TorchRec saves."""
+    """An id map's state besides its buffers; TorchRec saves only the buffers."""
 
     iteration: int
     """The number of batches so far; -1 if the buffers hold it."""

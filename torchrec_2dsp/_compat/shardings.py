@@ -328,7 +328,7 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     @property
     def takes_batch_after_forward(self) -> bool:
-        """True if the user wants the next batch to be taken after the forward."""
+        """True if the next batch should be taken after the forward."""
         return self._enqueue_batch_after_forward
 
     def attach_again(self) -> None:

@@ -191,7 +191,7 @@ class ColumnWiseSequences(ShardedEmbeddingCollection):
         self._generate_permute_indices_per_feature(list(configs), dict(plan))
 
     def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
-        """Return the width of a sharding's rows; TorchRec wants equal column-wise shards."""
+        """Return the width of a sharding's rows; TorchRec requires equal column-wise shards."""
         if not self.is_column_wise(sharding_type):
             return ShardedEmbeddingCollection._embedding_dim_for_sharding_type(self, sharding_type)
         shards: Any = self._sharding_type_to_sharding[sharding_type].embedding_shard_metadata()

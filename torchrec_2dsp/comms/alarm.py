@@ -92,7 +92,7 @@ def on_all_ranks(error: TwoDError) -> TwoDError:
 
 
 def _first_difference(first: str, second: str, limit: int = 300) -> tuple[str, str]:
-    """Return the first lines in which two texts differ, cut to ``limit`` characters."""
+    """Return the first differing lines of two texts, cut to ``limit`` characters."""
     lines = zip_longest(first.splitlines(), second.splitlines(), fillvalue="nothing")
     pair = next(((a.strip(" ,"), b.strip(" ,")) for a, b in lines if a != b), (first, second))
     return pair[0][:limit], pair[1][:limit]

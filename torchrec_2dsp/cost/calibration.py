@@ -157,7 +157,7 @@ class Hardware(CalibrationPart):
     """A rank's memory for tables: GPU memory, or its share of a host's; 0 if unknown."""
 
     host_memory_bytes: int = Field(default=0, ge=0, le=2**50)
-    """A rank's share of its host's memory, beside GPU memory; 0 if unknown, and on CPUs."""
+    """A rank's share of its host's memory, in addition to GPU memory; 0 if unknown, and on CPUs."""
 
 
 class CollectiveTimes(CalibrationPart):

@@ -187,7 +187,7 @@ class DenseCost(NamedParts):
 
     @property
     def busy_share(self) -> float:
-        """The share of time in which the mean rank computes."""
+        """The share of time that the mean rank computes."""
         return self.compute_s / self.total_s if self.total_s else 1.0
 
 

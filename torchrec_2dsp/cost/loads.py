@@ -177,7 +177,7 @@ class Loads:
     """The costs of encoding and decoding rows; not counted if empty."""
 
     prefetches_rows: bool = False
-    """True if other batches' rows may travel beside computing."""
+    """True if other batches' rows may travel during computation."""
 
     is_even: bool = False
     """True if all ranks are known to have equal loads."""

@@ -354,7 +354,7 @@ class Phases:
 
     @property
     def _short_s(self) -> float:
-        """Seconds for an all-to-all that moves next to nothing."""
+        """Seconds for an almost empty all-to-all."""
         return self._all_to_all.seconds(self.span, NOTHING_MOVED)
 
     def _hops_s(self, across: Ranks | float) -> float:

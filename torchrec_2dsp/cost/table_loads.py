@@ -272,7 +272,7 @@ def _row_exchange(
 
 
 def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: float) -> None:
-    """Add the rows and gradients that may travel beside computing.
+    """Add the rows and gradients that may travel during computation.
 
     These are rows that neither the previous batch nor the lagging gradients of the one before it
     change, and gradients of rows that the next batch doesn't need.

@@ -300,7 +300,7 @@ def small_bucket_bytes(gradient_bytes: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWork:
-    """A step's work beside its tables."""
+    """A step's work outside its tables."""
 
     forward_s: float = 0.0
     """Seconds of the forward on a rank, while its neighbours run it, too."""

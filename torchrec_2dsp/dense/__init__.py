@@ -1,4 +1,4 @@
-"""Ways to run a model's dense part, beside sharded tables.
+"""Ways to run a model's dense part, alongside sharded tables.
 
 Each is a `DataParallelWrapper` that both a stock `DistributedModelParallel` and `ModelParallel2D`
 accept. Tables are in `shard`, pipelined layers in `pipelined`. In reading order: `dense_parts`

@@ -177,7 +177,7 @@ class TensorParallelDense(DataParallelWrapper):
             )
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         in_groups = ranks.view(self._num_copies, -1, mesh.tp)
-        # FSDP2 wants the axes for shards and splits in one mesh.
+        # FSDP2 requires the axes for shards and splits in one mesh.
         grid = copies_mesh(in_groups, device.type, ("tp",))
         axes_of_shares = cast(tuple[str, ...], grid.mesh_dim_names)[:-1]
         everyone = copies_mesh(ranks.view(self._num_copies, -1), device.type)

@@ -304,7 +304,7 @@ class ModelParallel2D(DMPCollection):
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True
     ) -> SyncReport:
-        """Run the sync that the plan's policy wants after a backward, if any.
+        """Run the sync that is due after a backward by the plan's policy, if any.
 
         A `GradientSync`'s row gradients aren't waited for here: they are in flight until the next
         lookup needs the rows.
@@ -326,7 +326,7 @@ class ModelParallel2D(DMPCollection):
             return self._reach(SyncReason.BACKWARD_OVER)
 
     def sync_now(self) -> SyncReport:
-        """Make the replicas equal and the tables complete, whatever the policy says.
+        """Make the replicas equal and the tables complete, regardless of the policy.
 
         Call it on all ranks before you read tables directly instead of through state dicts.
 
@@ -390,8 +390,8 @@ class ModelParallel2D(DMPCollection):
         the old hot rows; the replicas move at the lookup of the first batch after it.
 
         Args:
-            that it maps. A table needs a hot set in the plan, whose size limits it; tables
-                left out keep their hot rows.
+            hot_sets: for each table, row ids in any order, or a `HotSet`; behind an id map, the ids
+                that it maps. A table needs a hot set in the plan, whose size limits it; tables
                 left out keep their hot rows.
 
         Collectives:

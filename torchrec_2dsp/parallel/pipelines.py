@@ -276,7 +276,7 @@ class TrainPipelinePlain(TrainPipelineBase[In, Out]):
         self._source, self._detached = _Source[In](model), model
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train one batch; an iterator after an exhausted one starts anew."""
+        """Train one batch; an iterator after an exhausted one starts over."""
         with self._source.naming():
             had_ended = self._source.has_ended
             batches = self._source.of(dataloader_iter)

@@ -37,7 +37,7 @@ class RowOwners(enum.Enum):
 
 
 class RowStorage(enum.Enum):
-    """Formats in which ranks keep a table's rows."""
+    """Formats of a table's rows in memory."""
 
     PLAIN = "plain"
     """The table's own data type."""
@@ -113,7 +113,7 @@ _AND = ", "
 class ShardingType2D(enum.Enum):
     """The 2D form of each TorchRec sharding type: sharded in a group, replicated over groups.
 
-    TorchRec's planner and plans carry sharding types as strings, so these exist beside its own.
+    TorchRec's planner and plans carry sharding types as strings, so these exist alongside its own.
     A stock sharder refuses them by name, instead of training one group's plan as if it were
     the world's.
 
@@ -154,7 +154,7 @@ def base_type(sharding_type: str) -> str:
 
 
 class Exchange(enum.Enum):
-    """How a table's rows reach the samples that need them."""
+    """The way that a table's rows reach the samples that need them."""
 
     POOLED = "pooled"
     """TorchRec's own output exchange for the sharding type: a vector per bag, or per id

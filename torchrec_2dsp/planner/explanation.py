@@ -66,7 +66,7 @@ class TableLine:
     """Seconds that the second best choice would add to the step, as the search rates steps."""
 
     is_once: bool = False
-    """True if it has one copy in the world, beside tables with one in each group."""
+    """True if it has one copy in the world, besides tables with one in each group."""
 
     @property
     def way(self) -> str:
@@ -126,7 +126,7 @@ class Explanation:
     """The mesh, and everything else that its cost depends on."""
 
     where: str
-    """The mesh, and the number of tables with one copy beside it."""
+    """The mesh, and the number of tables with one copy besides it."""
 
     cost: StepCost
     """The step's cost, part by part."""

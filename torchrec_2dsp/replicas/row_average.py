@@ -207,7 +207,7 @@ def _layout(shard: SyncedShard, num_rows: int, *, is_encoded: bool = True) -> li
 _LABEL = "## note rows ##"
 
 _WHOLE = -1
-"""Replaces a row count if so many rows were touched that the whole shard is averaged."""
+"""Replaces a row count if enough rows were touched to average the whole shard."""
 
 
 class _OwnRows(NamedTuple):

@@ -80,7 +80,7 @@ class SyncAction:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Return what the next sync depends on beside the tables, while nothing is pending."""
+        """Return what the next sync depends on besides the tables, while nothing is pending."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Exactly one sync per training backward, whoever asks first, and `WeightSync`'s action."""
+"""Exactly one sync per training backward, by the first caller, and `WeightSync`'s action."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class WeightSyncAction(SyncAction):
         return was_pending
 
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Average if the policy wants it at this step, or if a reader needs it.
+        """Average if the policy requires it at this step, or if a reader needs it.
 
         Collectives:
             `RowAverage.run`'s or `ShardAverage.run`'s, on the "replicate" axis.
@@ -164,7 +164,7 @@ class SyncPoint:
         return [action for action in self._actions if isinstance(action, WeightSyncAction)]
 
     def state_dict(self) -> list[dict[str, list[int]]]:
-        """Return the state, beside the tables, that this rank's next syncs depend on, by action.
+        """Return the state, besides the tables, that this rank's next syncs depend on, by action.
 
         Read it while nothing is pending.
         """

@@ -141,7 +141,7 @@ class TouchedRows:
         self._num_noted = 0
         self._is_noted: torch.Tensor | None = None
         self.is_overfull = False
-        """True if so many rows were touched that their bases were dropped."""
+        """True if too many rows were touched to keep their bases."""
 
     @property
     def device(self) -> torch.device:

@@ -76,7 +76,7 @@ def decoded(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class RowStore:
-    """Rows in 8 bits, some of which are kept exactly."""
+    """Rows in 8 bits, with some kept exactly."""
 
     packed: torch.Tensor
     """All rows' bytes, ``[rows, dim + 8]``."""
@@ -89,7 +89,7 @@ class RowStore:
 
     @classmethod
     def zeros(cls, num_rows: int, dim: int, device: torch.device) -> "RowStore":
-        """Create rows of zeros, none of which is kept exactly."""
+        """Create rows of zeros, with none kept exactly."""
         packed = torch.zeros(num_rows, dim + NUM_EXTRA_BYTES, dtype=torch.uint8, device=device)
         numbers = torch.empty(0, dtype=torch.int64, device=device)
         return cls(packed, numbers, torch.empty(0, dim, device=device))
@@ -116,7 +116,7 @@ class RowStore:
 
     @classmethod
     def unrounded(cls, num_rows: int, dim: int, device: torch.device) -> "RowStore":
-        """Create unwritten rows, all of which are kept exactly."""
+        """Create unwritten rows, with all kept exactly."""
         store = cls.zeros(num_rows, dim, device)
         numbers = torch.arange(num_rows, device=device)
         return cls(store.packed, numbers, torch.empty(num_rows, dim, device=device))

@@ -15,7 +15,7 @@ import torch
 from torchrec_2dsp.rows.gradients import Block
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-"""The types in which rows are rounded."""
+"""The types that rows are rounded to."""
 
 _LANES = 4
 """The number of draws in a 64-bit hash."""

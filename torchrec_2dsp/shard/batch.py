@@ -32,7 +32,7 @@ from torchrec_2dsp.shard.stages import (
 
 
 class BadIds(enum.Enum):
-    """How to treat ids for which their table has no row."""
+    """The treatment of ids without a row in their table."""
 
     RAISE = "raise"
     """All ranks raise the same `InputError` before the batch is looked up."""
@@ -121,7 +121,7 @@ def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTe
 
 
 def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
-    """Return a copy of a batch in which some tensors or sizes are replaced."""
+    """Return a copy of a batch with some tensors or sizes replaced."""
     own_parts = {
         "keys": batch.keys(),
         "values": batch.values(),

@@ -160,7 +160,7 @@ def whole_tables_action(
 ) -> GradientSyncAction:
     """Capture the kernels' backwards, and return the sync action that applies them.
 
-    Whatever the sync config, all ranks exchange exact gradients, and no update is late.
+    With any sync config, all ranks exchange exact gradients, and no update is late.
     """
     alarm, peers = groups.alarm, groups.hot_rows
     captures = [

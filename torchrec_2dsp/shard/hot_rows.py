@@ -1,4 +1,4 @@
-"""Hot rows: a replica on every rank beside TorchRec's own (cold) path.
+"""Hot rows: a replica on every rank, alongside TorchRec's own (cold) path.
 
 Cold shards keep their full row space, with a *home* for every hot row. Hot ids are removed from a
 batch before TorchRec distributes it, and looked up in the local replica. Their gradients are merged

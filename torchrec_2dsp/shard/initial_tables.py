@@ -2,7 +2,7 @@
 
 In TorchRec each shard draws its own numbers, so a seed's tables differ between meshes. Here a
 table is cut into blocks of rows, each drawn separately with a seed derived from the user's seed,
-the table's name and the block's number. A rank draws the blocks in which it has rows.
+the table's name and the block's number. A rank draws the blocks that have its rows.
 
 `EvictedRows` resets rows that get another id, with managed collisions.
 """

@@ -80,7 +80,7 @@ class MappedBatch:
     before: "Mapping[str, _MapState]" = field(default_factory=dict)
     """The maps' earlier state, if a pipeline will look the batch up."""
     is_over: bool = False
-    """True if its pipeline is gone or has dropped it, so that it is mapped anew if it returns."""
+    """True if its pipeline is gone or has dropped it, so that it is mapped again if it returns."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -261,7 +261,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
 
         Batches of a detached, dropped or reset pipeline may come again before others, in other
         objects: a loop may rebuild the features at each access, or refill memory. An evaluated
-        batch changes no map, and is mapped anew, except by a pipeline that has distributed it.
+        batch changes no map, and is mapped again, except by a pipeline that has distributed it.
         """
         marks, is_attached_again = [], distributed_again(self, ctx)
         for batch in self._in_flight:
@@ -417,7 +417,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             self._note_new_rows()
 
     def histories(self) -> dict[str, History]:
-        """Return the maps' state beside their buffers, by table, as of the last trained batch."""
+        """Return the maps' state besides their buffers, by table, as of the last trained batch."""
         self._free_dropped()
         before = self.maps_before_waiting()
         return {

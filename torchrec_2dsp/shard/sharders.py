@@ -263,7 +263,7 @@ def _trained_and_frozen(
 
 
 def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Refuse holders of which no part can be sharded; a sharder doesn't see its module's holder."""
+    """Refuse holders with no part to shard; a sharder doesn't see its module's holder."""
     kinds = ShardedModule2D | PartedModule | TablesAndMore
     # TorchRec's pipelines re-register parts of sharded modules.
     if isinstance(child, kinds) and not isinstance(holder, kinds):

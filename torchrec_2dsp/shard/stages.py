@@ -84,7 +84,7 @@ class HotIds:
     by_table: Mapping[str, torch.Tensor]
     """Row ids, ascending; a row's position is its slot."""
     by_feature: Mapping[str, torch.Tensor]
-    """The same row ids by the feature that looks the table up."""
+    """These row ids by the feature that looks the table up."""
     hot_sets: Mapping[str, HotSet] = field(default_factory=dict)
     """The sets as named by the user: these rows, or ids to which an id map gave them."""
     _joined: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

@@ -68,7 +68,7 @@ from torchrec_2dsp.shard.stages import (
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 CHANGEABLE = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
-"""The hyper-parameters, beside the learning rate, that FBGEMM can change."""
+"""The hyper-parameters, besides the learning rate, that FBGEMM can change."""
 Context = TypeVar("Context", BagContext, SequenceContext)
 
 
@@ -492,7 +492,7 @@ def _round(
 def _numbers(
     shard: TableShard, sharding: ParameterSharding2D
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from a shard's rows, as they lie for training, to the table's."""
+    """Return a function from a shard's rows, as stored for training, to the table's."""
     rows = num_rows(sharding)
     if sharding.owners is not RowOwners.HASH or rows is None:
         return lambda local_rows: local_rows + shard.row

@@ -35,7 +35,7 @@ _NO_NETWORK = dict.fromkeys(
 
 
 class Beside:
-    """Times collectives beside computing; results are the same on all ranks.
+    """Times collectives that overlap with computation; results are the same on all ranks.
 
     Collectives:
         All-to-alls in each method, and the clock's.

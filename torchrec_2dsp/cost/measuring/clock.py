@@ -48,10 +48,10 @@ class Sampling:
     """The largest message."""
 
     beside_repeats: int = 9
-    """Repeats of collectives beside computing."""
+    """Repeats of collectives that overlap with computation."""
 
     most_elements: int = 2**26
-    """The elements in an exchange beside computing, over all ranks."""
+    """The elements in an exchange that overlaps with computation, over all ranks."""
 
     rows: tuple[tuple[int, int], ...] = tuple(product((16, 64, 128), (2**11, 2**13, 2**15)))
     """Dims and row counts. With more rows, their memory would be allocated page by page, each

@@ -3,7 +3,7 @@
 In data order: a `LayerStack` is cut into stages (`layer_stack`, `cut_stack`); a `Schedule` orders
 their work; `links` sends samples to the stages and results back; `engine` runs a rank's stages;
 `pipeline` is what a model calls; `held_layers` sums weight gradients over pipelines;
-`moving_layers` cuts anew; `pipelined_dense` is the wrapper. Two ranks, whose batches are split into
+`moving_layers` recuts; `pipelined_dense` is the wrapper. Two ranks, whose batches are split into
 two micro-batches together:
 
     tables: each rank looks up its own batch      layers 0 and 1      layers 2 and 3, loss

@@ -209,7 +209,7 @@ class CutStack:
             """Move layers and build a new pipeline; return whether any layer has moved."""
             move_layers(self._stack, moves, packed, optimizer, self._groups)
             self._layers = layers
-            # The new pipeline's clocks start anew: the next cuts are chosen by new times.
+            # The new pipeline's clocks start over: new times determine the next cuts.
             self._build_pipeline()
             return bool(moves)
 

@@ -30,7 +30,7 @@ from torchrec_2dsp.mesh import DenseMesh
 class PipelineGroups:
     """The process groups of this rank's pipeline, and of the ranks that hold the same layers.
 
-    Building it creates process groups, so all ranks must build it, in the same order relative to
+    Collectives:
         Building it creates process groups, so all ranks must do it, in the same order relative to
         other group creations.
     """

@@ -62,7 +62,7 @@ class PipelinedDense(DataParallelWrapper):
 
     Each rank looks up its own batch. A pipeline's ranks send their inputs to the first stage, and
     their targets to the last one; each gets its own samples' losses and input gradients back.
-    Tables get one backward and one update for the whole batch, whatever the schedule: training
+    Tables get one backward and one update for the whole batch, for any schedule: training
     equals DDP's. FSDP2 shards the rest of the dense part over all ranks.
 
     Args:
@@ -254,7 +254,7 @@ class PipelinedDense(DataParallelWrapper):
         cuts: Sequence[int] | None = None,
         least_gain: float = 0.05,
     ) -> bool:
-        """Cut the layers anew, and move them to their new ranks; call it on all ranks.
+        """Recut the layers, and move them to their new ranks; call it on all ranks.
 
         Weights, buffers and optimizer state move along, so training goes on as if the layers had
         always been cut this way. Call it between two steps, after gradients are cleared. From then

@@ -60,7 +60,7 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def check_wrappers(optimizer: Optimizer) -> None:
-    """Refuse a wrapper that keeps state beside the optimizers whose state dict it returns.
+    """Refuse a wrapper that keeps state besides the optimizers whose state dict it returns.
 
     TorchRec's WarmupOptimizer around a CombinedOptimizer does, and would lose its progress.
     """

@@ -168,7 +168,7 @@ def save_checkpoint(
         optimizer: the other parameters' optimizer, whose state is saved; it may contain the
             model's fused optimizer, which is stored once in any case.
         extra: JSON data, equal on all ranks, such as the number of steps done.
-        train_state: what this model's run needs to resume, beside weights and optimizer state.
+        train_state: what this model's run needs to resume, besides weights and optimizer state.
         asynchronous: return as soon as this rank has copied its share of the data, and write it
             while the model trains on. The next save or load waits until the write is complete.
 

@@ -1,4 +1,4 @@
-"""A model's state beside its weights: policy steps, hot sets, id maps' histories, DDP's buckets."""
+"""A model's state besides weights: policy steps, hot sets, id maps' histories, DDP's buckets."""
 
 import hashlib
 import json
@@ -212,7 +212,7 @@ def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]
 def settle(model: nn.Module) -> None:
     """Bring ranks into the state from which a resumed run starts; call it on all ranks.
 
-    DDP starts anew if it hasn't settled on an order: in its first steps it uses one and records
+    DDP starts over if it hasn't settled on an order: in its first steps it uses one and records
     another, which can't be read from outside. Buffers that ranks compute separately, such as batch
     norm's statistics, take the values of the first rank that has them, which a checkpoint keeps.
 

@@ -1,4 +1,4 @@
-"""`TrainState`: what a run needs to resume, beside the model."""
+"""`TrainState`: what a run needs to resume, besides the model."""
 
 import re
 from collections import Counter, defaultdict
@@ -108,7 +108,7 @@ class Saved:
 
 
 class TrainState:
-    """Everything that a run needs to resume, beside the weights and the optimizer state.
+    """Everything that a run needs to resume, besides the weights and the optimizer state.
 
     It holds the steps of sync policies, the hot rows in use, what id maps have seen since they last
     evicted, gradients' routes, learning rates and other hyper-parameters, the iterations of
@@ -160,7 +160,7 @@ class TrainState:
         self.model = model
         """The model that the run trains."""
         self.optimizer = optimizer
-        """An optimizer with hyper-parameters beside the model's fused one, if any."""
+        """An optimizer with hyper-parameters besides the model's fused one, if any."""
         self.step = 0
         """The number of finished steps, which the training loop counts."""
         self._members = dict(members)

@@ -272,7 +272,7 @@ def _placed_beside(
     settings: Sequence[CostSetting],
     room: Room,
 ) -> SearchResult:
-    """Place tables with one copy in the world, and the others beside them."""
+    """Place tables with one copy in the world, together with the others."""
     in_world = search(once, [settings[0].of_world()], room)
     if not in_world.placements:
         return in_world

@@ -28,7 +28,7 @@ def place(
 ) -> "list[Sequence[int]] | None":
     """Return ranks for each table's free shards; `None` if memory doesn't suffice.
 
-    Tables that lie on a host are first dealt to hosts, then their shards to ranks. ``prices`` for
+    Tables within a host are first dealt to hosts, then their shards to ranks. ``prices`` for
     `LOADS` determine how long a shard keeps its rank busy.
     """
     choices = space.chosen(selection)

@@ -380,11 +380,11 @@ class MeshPlacement:
     """Bytes on each of a group's ranks."""
 
     once: "MeshPlacement | None" = None
-    """Tables with one copy in the world beside these; cost and memory include them."""
+    """Tables with one copy in the world, besides these; cost and memory include them."""
 
     @property
     def where(self) -> str:
-        """The mesh, and the number of tables with one copy beside it."""
+        """The mesh, and the number of tables with one copy besides it."""
         where = str(self.setting)
         return where if self.once is None else f"{where}, {len(self.once.candidates)} in the world"
 

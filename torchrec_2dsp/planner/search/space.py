@@ -53,7 +53,7 @@ class Room(NamedTuple):
     """The bytes on the tables' device."""
 
     host: float = 0.0
-    """The bytes in host memory, beside a GPU's."""
+    """The bytes in host memory, besides a GPU's."""
 
     def holds(self, other: "Room") -> bool:
         """Tell whether this room suffices for ``other``."""
@@ -110,7 +110,7 @@ class Space:
     """Bytes on the fullest rank."""
 
     host_bytes_of_rank: Floats
-    """Bytes in the mean rank's share of its host's memory, beside a GPU's."""
+    """Bytes in the mean rank's share of its host's memory, besides a GPU's."""
 
     _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
     """Prices by their loads, because many sets of families lead to the same choices."""

@@ -41,7 +41,7 @@ from torchrec_2dsp.planner.topology import group_topology
 logger = logging.getLogger(__name__)
 
 TYPE_ORDER = {member.value: index for index, member in enumerate(ShardingType)}
-"""TorchRec's order of its types, simplest placement first, in which ties are broken."""
+"""TorchRec's order of its types for breaking ties, simplest placement first."""
 
 _BY_DEVICE = "device"
 _KEY_VALUE = "key_value"
@@ -141,7 +141,7 @@ def _partitioned_topology(proposal: list[ShardingOption], topology: Topology) ->
 
 
 class BalancedPartitioner(Partitioner):
-    """Places shards that may lie on any rank more evenly than TorchRec's greedy partitioner.
+    """Places shards that may be on any rank more evenly than TorchRec's greedy partitioner.
 
     Greedy takes shards by size and gives each to the least busy rank. Largest differencing
     (Karmarkar and Karp) decides late which rank gets what, and is more even. Both are then
@@ -192,7 +192,7 @@ class BalancedPartitioner(Partitioner):
 
 
 def _is_free(option: ShardingOption) -> bool:
-    """Tell whether shards may lie on any rank, several on one."""
+    """Tell whether shards may be on any rank, several on one."""
     return option.partition_by == _BY_DEVICE and option.compute_kernel != _KEY_VALUE
 
 

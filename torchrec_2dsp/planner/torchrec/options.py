@@ -66,8 +66,8 @@ class Draft:
     def options(self, stock_options: KnownOptions, device: str) -> list[ShardingOption]:
         """Return an option for each table, rated so that the ratings add up to the step.
 
-        They exclude the dense part. A shard that may lie anywhere is rated with an equal part of
-        its table's work on all ranks; a shard of a table that lies everywhere, with its rank's
+        They exclude the dense part. A shard that may be anywhere is rated with an equal part of
+        its table's work on all ranks; a shard of a table that is everywhere, with its rank's
         work.
         """
         prices = self._prices()

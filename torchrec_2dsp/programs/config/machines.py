@@ -102,7 +102,7 @@ class MachinesConfig(Section):
     """A rank's memory in GiB; 0 takes the calibration's."""
 
     host_memory_gib: float = Field(default=0.0, ge=0)
-    """A rank's share of its host's memory in GiB, beside a GPU's; 0 takes the calibration's."""
+    """A rank's share of its host's memory in GiB, besides a GPU's; 0 takes the calibration's."""
 
     reserved: float = Field(default=0.15, ge=0, lt=1)
     """The share of memory to keep from tables and their exchanges."""

@@ -119,7 +119,7 @@ def _tower_scores(model: Any, dense: torch.Tensor, ids: KeyedJaggedTensor) -> An
 
 
 def _batch_scores(model: nn.Module, dense: torch.Tensor, ids: KeyedJaggedTensor) -> Answer:
-    """Score with a model that takes batches and returns the logits beside its loss."""
+    """Score with a model that takes batches and returns the logits besides its loss."""
     # A request has no labels, and nobody asks for the loss.
     _, (_, logits, _) = model(Batch(dense, ids, dense.new_zeros(dense.size(0))))
     return _logits_and_probabilities(logits)

@@ -53,7 +53,7 @@ def build_model(data: Dataset, model: ModelConfig, *, tables_device: str = "cpu"
         tables = bags_of(data.features, model.dim, tables_device, model.data_type)
         if tables_device != "meta":
             draw_whole_tables_(tables, model.seed)
-        # Drawing the tables depends on their device, so the stream starts anew.
+        # Drawing the tables depends on their device, so the stream starts over.
         torch.manual_seed(model.seed + 1)
         sizes: dict[str, Any] = {
             "dense_in_features": data.num_dense,

@@ -216,7 +216,7 @@ class NextItemModel(nn.Module):
             ],
             device=torch.device(tables_device),
         )
-        # Drawing the table depends on its device, so the stream starts anew.
+        # Drawing the table depends on its device, so the stream starts over.
         torch.manual_seed(config.seed + 1)
         self.examples = NextItemExamples(
             config.feature, max_length=config.max_length, loss_mean=config.loss_mean
@@ -237,7 +237,7 @@ class NextItemModel(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Output:
-        """Return the loss, and what `DLRMTrain` returns beside it: detached loss, scores, labels.
+        """Return the loss, and what `DLRMTrain` returns besides it: detached loss, scores, labels.
 
         A training score is the sample's part of the loss. An evaluation score is the last item's
         place among itself and the negatives, 1 for the best, 0 for a sample without a next item.

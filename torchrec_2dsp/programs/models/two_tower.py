@@ -113,7 +113,7 @@ class TwoTowerModel(nn.Module):
         ]
         self.num_items = feature_of(features, config.item_features[0]).num_rows
         self.embeddings = bags_of(used, config.dim, tables_device, config.data_type)
-        # Drawing the tables depends on their device, so the stream starts anew.
+        # Drawing the tables depends on their device, so the stream starts over.
         torch.manual_seed(config.seed + 1)
         self.user_tower = Tower(len(config.user_features) * config.dim + num_dense, config)
         self.item_tower = Tower(len(config.item_features) * config.dim, config)
@@ -123,7 +123,7 @@ class TwoTowerModel(nn.Module):
         self.head = _InBatchSoftmax(config.item_features) if is_in_batch else _Clicks()
 
     def forward(self, batch: Batch) -> Output:
-        """Return the loss, and what `DLRMTrain` returns beside it: detached loss, scores, labels.
+        """Return the loss, and what `DLRMTrain` returns besides it: detached loss, scores, labels.
 
         A score is the logit; with "in_batch" and in evaluation, it is the place of the sample's
         item among the batch's, 0 for a sample without a click.

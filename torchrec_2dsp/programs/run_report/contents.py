@@ -156,7 +156,7 @@ class RunPlan(JsonFile):
         """Name the ranks that hold a table; a plus joins replica peers."""
         mesh = self.mesh
         if table.num_groups == 1:
-            # The table has one copy in the world, whatever mesh the others have.
+            # The table has one copy in the world, for any mesh of the others.
             mesh = Mesh2D(1, mesh.world_size, mesh.layout)
         ranks = table.ranks or ()
         shown = [
@@ -197,7 +197,7 @@ class RunPart:
 
     @property
     def reason(self) -> str:
-        """Where the plan comes from, in a sentence."""
+        """The plan's source, in a sentence."""
         if self.explanation:
             return self.explanation.split("\n\n")[0]
         if self.config.get("stock"):

@@ -190,7 +190,7 @@ def splits_of(dataset: Dataset, loop: LoopConfig) -> str:
 
 
 def _evaluated(dataset: LogDataset, loop: LoopConfig) -> str:
-    """Say how many held-out rows an evaluation takes, unless it takes all."""
+    """Report the number of held-out rows per evaluation, unless it takes all."""
     num_batches = dataset.num_batches(Split.EVAL, loop.global_batch_size)
     num_used = min(num_batches, loop.eval_steps or num_batches)
     num_rows = num_used * loop.global_batch_size

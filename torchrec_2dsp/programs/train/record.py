@@ -184,14 +184,14 @@ class RunRecord(_Figures):
     """Bytes that a rank sent to its replica peers per step, averaged over the ranks."""
 
     sync_fp32_bytes_per_step: float | None = None
-    """The same bytes without encoding; `None` in format 1 and 2 files, like the next two."""
+    """Those bytes without encoding; `None` in format 1 and 2 files, like the next two."""
 
     rows_bytes_per_step: float | None = None
     """Row, bag and gradient bytes that a rank encoded per step, averaged over the ranks; 0 without
     a row transport."""
 
     rows_fp32_bytes_per_step: float | None = None
-    """The same bytes before encoding."""
+    """Those bytes before encoding."""
 
     evaluations: tuple[Evaluation, ...] = ()
     """All evaluations, including the last."""

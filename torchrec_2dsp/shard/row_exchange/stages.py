@@ -1,7 +1,7 @@
 """Stages for row exchange: rows move within their shards, or are sent ahead of their step.
 
 `RowArrangement`: with `RowOwners.HASH` a row's owner isn't the rank in whose shard TorchRec's state
-dicts show it. While a model trains, each owner's rows lie in its shard; before the state is read or
+dicts show it. While a model trains, each owner's rows are in its shard; before the state is read or
 written they move to where their numbers say, and back before the next lookup. So every tensor in a
 state dict is the shard itself, and checkpoints are independent of owners. Drawn rows needn't move
 before the first lookup: the row at an owner's place simply gets the number that belongs there.

@@ -302,8 +302,8 @@ def check_names(file: str, names: Sequence[str], columns: Columns, remedy: str =
         if names.count(name) > 1:
             raise ConfigError(f"{file} has two columns {name!r}; rename one")
         if name not in names:
-            found = ", ".join(map(repr, names))
-            raise ConfigError(f"{file} has no column {name!r}; it has {found}{remedy}")
+            shown = ", ".join(map(repr, names))
+            raise ConfigError(f"{file} has no column {name!r}; it has {shown}{remedy}")
 
 
 def _malformed(parsed: ParsedLines, data: bytes, num_lines: int) -> pa.Array:

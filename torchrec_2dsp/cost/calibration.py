@@ -359,9 +359,8 @@ class Calibration(CalibrationPart):
         """List the differences from the calibrated machines, in words."""
         texts = []
         if local_world_size != self.hardware.ranks_per_host:
-            texts.append(
-                f"ranks per host: {local_world_size}, and {self.hardware.ranks_per_host} when measured"
-            )
+            measured = self.hardware.ranks_per_host
+            texts.append(f"ranks per host: {local_world_size}, and {measured} when measured")
         if device != self.hardware.device:
             texts.append(f"tables are on {device}, and were on {self.hardware.device}")
         if device == "cuda" == self.hardware.device and torch.cuda.is_available():

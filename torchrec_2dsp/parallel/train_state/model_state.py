@@ -225,7 +225,7 @@ def settle(model: nn.Module) -> None:
     own, world = dict(_dense_buffers(model)), world_group()
     of_ranks: list[dict[str, int]] = [{}] * dist.get_world_size(world)
     dist.all_gather_object(of_ranks, {name: own[name].nbytes for name in own}, group=world)
-    device = torch.device("cpu") if dist.get_backend(world) == "gloo" else torch.device("cuda")
+    device = next(model.parameters()).device
     for name in sorted(set().union(*of_ranks)):
         first = next(rank for rank, sizes in enumerate(of_ranks) if name in sizes)
         data = torch.empty(of_ranks[first][name], dtype=torch.uint8, device=device)

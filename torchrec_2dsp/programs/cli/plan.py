@@ -198,7 +198,7 @@ def show_simulated(
     console.print(
         f"Predicted, not measured, from {hardware.name} (measured: {hardware.measured}). "
         "Batch: a rank's samples per step. Efficiency: samples per second and rank, compared with "
-        f"world size {simulated[0][0]:,}. Imbalance: the busiest rank's lookups divided by the mean."
+        f"world size {simulated[0][0]:,}. Imbalance: the busiest rank's lookups over the mean."
     )
 
 

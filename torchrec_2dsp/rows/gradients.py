@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import numpy as np
 import torch
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape, starts_of, sum_bags
@@ -305,12 +306,16 @@ def stable_sort(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         >>> stable_sort(torch.tensor([5, 2, 5, 0]))
         (tensor([0, 2, 5, 5]), tensor([3, 1, 0, 2]))
     """
-    place_bits = numbers.numel().bit_length()
-    if numbers.is_cpu and numbers.numel() and int(numbers.max()) < 2 ** (63 - place_bits):
-        places = torch.arange(numbers.numel())
-        joined = (numbers.long() << place_bits) | places
-        joined.numpy().sort()
-        return (joined >> place_bits).to(numbers.dtype), joined & (2**place_bits - 1)
+    if numbers.is_cpu and numbers.numel():
+        keys, place_bits = numbers.numpy(), numbers.numel().bit_length()
+        if keys.max() < 2 ** (63 - place_bits):
+            joined = (keys.astype(np.int64) << place_bits) | np.arange(len(keys))
+            joined.sort()
+            memory = torch.empty((2, len(keys)), dtype=torch.int64)
+            ascending, places = memory[0].view(numbers.dtype)[: len(keys)], memory[1]
+            np.right_shift(joined, place_bits, out=ascending.numpy(), casting="unsafe")
+            np.bitwise_and(joined, 2**place_bits - 1, out=places.numpy())
+            return ascending, places
     ascending, places = numbers.sort(stable=True)
     return ascending, places
 
@@ -337,6 +342,21 @@ def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Ten
         return values.repeat_interleave(counts, dim=0, output_size=size)
     numbers = torch.arange(size, device=values.device)
     return values.index_select(0, torch.searchsorted(counts.cumsum(0), numbers, right=True))
+
+
+def repeated_to_end(numbers: tuple[int, ...], counts: torch.Tensor, size: int) -> torch.Tensor:
+    """Repeat each number but the last by its count, and the last one up to ``size``.
+
+    If the counts are negative or too many, the last one may take the others' places.
+    """
+    if not counts.is_cpu:
+        return repeated(constant(numbers, counts.device), counts, size)
+    given = counts.numpy()
+    if given.min(initial=0) < 0 or given.sum() > size:
+        given = np.zeros_like(given)
+    repeated_numbers = torch.empty(size, dtype=torch.int64)
+    repeated_numbers.numpy()[:] = np.repeat(numbers, [*given, size - given.sum()])
+    return repeated_numbers
 
 
 def sources_of_bags(

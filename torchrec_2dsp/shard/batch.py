@@ -17,9 +17,8 @@ from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm, Signal
-from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import InputError, TwoDError, check_choice
-from torchrec_2dsp.rows.gradients import repeated
+from torchrec_2dsp.rows.gradients import repeated_to_end
 from torchrec_2dsp.shard.stages import (
     BagsOfSamples,
     BatchNotes,
@@ -85,13 +84,8 @@ class IdCheck:
         self, keys: Sequence[str], values: torch.Tensor, sizes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which ids are bad, and each id's row limit; the features' sizes may be wrong."""
-        tables = map(self._tables.get, keys)
-        by_key = tuple(_NO_LIMIT if table is None else table[1] for table in tables)
-        # Whatever the sizes are, each id belongs to a feature or comes after the last one.
-        num_ids = values.numel()
-        ends = sizes.clamp(min=0).cumsum(0).clamp(max=num_ids)
-        repeats = ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), num_ids))
-        limits = repeated(constant((*by_key, _NO_LIMIT), values.device), repeats, num_ids)
+        by_key = [self._tables[key][1] if key in self._tables else _NO_LIMIT for key in keys]
+        limits = repeated_to_end((*by_key, _NO_LIMIT), sizes, values.numel())
         is_negative = values < 0
         if _NO_LIMIT in by_key:
             is_negative &= limits < _NO_LIMIT

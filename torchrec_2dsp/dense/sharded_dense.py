@@ -55,7 +55,7 @@ class FullyShardedDense(DataParallelWrapper):
         num_copies: the number of copies that the ranks hold: with a copy per host, parameters are
             gathered inside hosts, and only gradients travel between them.
         reshard_after_forward: True to free parameters after the forward, and gather them
-            again in the backward.
+            again in the backward; evaluations free them in any case.
         mixed_precision: as FSDP2's ``mp_policy``.
     """
 

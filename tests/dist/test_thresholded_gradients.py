@@ -133,12 +133,14 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
             hook.flush()
         ddp.zero_grad()
         before = hook.total
+        hook.begin_batch(is_first=True)
         ddp(case.gradients(step, rank)).backward()
         means = [gradient_of(layer) for layer in model.layers]
         outcome.applied.append([mean.numpy().tobytes() for mean in means])
         sent = hook.total - before
         outcome.entries += sent.num_entries
-        if sent.num_thresholded_steps or sent.num_elements:
+        assert sent.num_thresholded_steps == int(sent.num_elements > 0)
+        if sent.num_thresholded_steps:
             density, below = drawn["settings"].density, drawn["settings"].dense_below
             outcome.most_entries += sum(
                 -int(-density * size // 1) for size in drawn["sizes"] if size >= below

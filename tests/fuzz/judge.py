@@ -47,9 +47,10 @@ def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
             _check_report(case, report, index in exact.sent_whole, where)
             _check_chosen(case, report, num_sums, where)
             num_chosen += report.num_entries
-        if seen[0].sent[index].num_thresholded_steps:
-            allowed = num_sums * case.world_size
-            _check_sum(case, seen[0].applied[index], allowed, f"action {index}")
+        if (sent := seen[0].sent[index]).num_thresholded_steps:
+            applied, allowed = seen[0].applied[index], num_sums * case.world_size
+            num_whole = len(applied) - sent.num_elements // num_sums
+            _check_sum(case, applied, allowed, num_whole, f"action {index}")
     return num_chosen
 
 
@@ -69,28 +70,48 @@ def _check_report(case: Case, sent: GradientReport, is_whole: bool, where: str) 
 
 def _check_chosen(case: Case, sent: GradientReport, num_sums: int, where: str) -> None:
     """Check how many elements a rank reports to have sent in one step."""
-    sizes = [param.numel() for param in initial_dense(case).values()]
     num_sums *= sent.num_thresholded_steps
-    most = num_sums * sum(_most_of(case, size) for size in sizes)
-    num_elements = num_sums * sum(sizes)
-    if sent.num_entries > most or sent.num_elements != num_elements:
+    most_of = {num_sums * size: num_sums * most for size, most in _most_of_buckets(case).items()}
+    if sent.num_entries > (most := most_of.get(sent.num_elements, -1)):
         raise Difference(
             "more than the density",
-            f"{where}: {sent.num_entries} of {sent.num_elements} elements, where {most} of "
-            f"{num_elements} are allowed",
+            f"{where}: {sent.num_entries} of {sent.num_elements} elements, where {most} are "
+            f"allowed, in sums of {sorted(most_of)}",
         )
 
 
-def _check_sum(case: Case, applied: torch.Tensor, num_messages: int, where: str) -> None:
-    """Check that no more elements arrived than ``num_messages`` messages may hold."""
+def _most_of_buckets(case: Case) -> dict[int, int]:
+    """Return how many elements a rank may send, by the size of what chooses in a step.
+
+    Small buckets each take the cheapest route: any set of parameters may choose. Otherwise all do.
+    """
+    sizes = [param.numel() for param in initial_dense(case).values()]
+    dense, most = case.dense, {0: 0}
+    is_by_bucket = dense.small_buckets and dense.kind == "thresholded" and dense.route == "auto"
+    for size in sizes:
+        chosen = {num + size: sent + _most_of(case, size) for num, sent in most.items()}
+        kept = most if is_by_bucket else {}
+        most = {num: max(kept.get(num, 0), chosen.get(num, 0)) for num in {*kept, *chosen}}
+    return most
+
+
+def _check_sum(
+    case: Case, applied: torch.Tensor, num_messages: int, num_whole: int, where: str
+) -> None:
+    """Check that no more elements arrived than ``num_messages`` messages may hold.
+
+    Parameters with ``num_whole`` elements together came whole, from buckets that chose none.
+    """
     for number, (size, values) in enumerate(_by_param(case, applied)):
         allowed = num_messages * _most_of(case, size)
         if (num_changed := int(values.count_nonzero())) > allowed:
-            raise Difference(
-                "more than the density",
-                f"{num_changed} of {size} elements of dense parameter {number} were sent in "
-                f"{where}; the density allows all ranks {allowed} together",
-            )
+            num_whole -= size
+            if num_whole < 0:
+                raise Difference(
+                    "more than the density",
+                    f"{num_changed} of {size} elements of dense parameter {number} were sent in "
+                    f"{where}; the density allows all ranks {allowed} together",
+                )
 
 
 def _most_of(case: Case, size: int) -> int:

@@ -123,7 +123,7 @@ class ThresholdedGradients:
         self._stored_thresholds: dict[str, Any] = {}
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._step = 0
-        self._has_reduced = self._goes_on = False
+        self._has_reduced = self._goes_on = self._has_thresholded = False
         self._is_levelling = False
         self._is_flush_due = self._is_flushing = False
         self.total = GradientReport()
@@ -140,7 +140,7 @@ class ThresholdedGradients:
         """
         if is_first:
             self._has_reduced = False
-        self._goes_on = self._has_reduced
+        self._goes_on, self._has_thresholded = self._has_reduced, False
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm over all residuals on this rank."""
@@ -202,6 +202,7 @@ class ThresholdedGradients:
             future = self._reduce_all(buffer, layout)
             report += GradientReport(num_bytes=report.dense_bytes)
         else:
+            self._has_thresholded = True
             future, num_entries = self._reduce_entries(buffer, layout, size, route)
             num_thresholded = sum(part.size for part in layout.thresholded)
             num_whole = layout.num_elements - num_thresholded
@@ -215,9 +216,10 @@ class ThresholdedGradients:
             self._step = step + 1
             self._is_flush_due, self._is_flushing = False, wants_dense
             self._has_reduced, self._is_levelling = True, False
-            is_thresholded = route is not GradientRoute.DENSE
             if not self._goes_on:
-                report += GradientReport(num_steps=1, num_thresholded_steps=int(is_thresholded))
+                report += GradientReport(
+                    num_steps=1, num_thresholded_steps=int(self._has_thresholded)
+                )
         self.total += report
 
         def finish(arrived: TensorFuture) -> torch.Tensor:

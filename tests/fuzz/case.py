@@ -275,6 +275,8 @@ class Case(Strict):
     plan also ``"base"``."""
     evaluates_in_pipeline: bool = False
     """True if TorchRec's pipeline for it evaluates, where no train pipeline is attached."""
+    evaluates_in_step: bool = False
+    """True if a plain loop evaluates a batch between each step's last backward and its update."""
     sync_call: str = "before"
     """The place of a plain loop's ``model.sync()``: ``"before"`` the optimizer's step, ``"after"``
     it, or ``"none"``."""

@@ -39,6 +39,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_grad": ("before", "after", "between", "zeros"),
     "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),
     "evaluates_in_pipeline": (False, False, True),
+    "evaluates_in_step": (False, False, False, True),
     "sync_call": ("before", "after", "none"),
     "accumulated": (1, 1, 1, 1, 2, 3),
     "steps": (1, 2, 3, 4, 5),
@@ -253,6 +254,7 @@ def settled(case: Case) -> Case:
         # TorchRec's can't run a module twice.
         evaluates_in_pipeline=case.evaluates_in_pipeline
         and not any(module.again for module in case.modules),
+        evaluates_in_step=case.evaluates_in_step and case.loop == "plain",
         events=tuple(event for event in case.events if _may_happen(case, event[1])),
     )
 

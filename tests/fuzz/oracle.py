@@ -357,6 +357,8 @@ class _Simulation:
             expected.sent_whole.add(index)
         for part in self._parts:
             part.train(totals, self._lr)
+            if self._case.evaluates_in_step:
+                part.read()
 
     def _gradients(
         self,

@@ -203,6 +203,9 @@ class _Run:
             if self._is_poisoned(action):
                 loss = loss * torch.nan
             (loss / len(batches)).backward()
+        if self._case.evaluates_in_step:
+            with self._evaluating(), torch.no_grad():
+                self._parallel(batches[-1])
         if has_sync and self._case.sync_call == "before":
             self._parallel.sync()
         self._optimizer.step()

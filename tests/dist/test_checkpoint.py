@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import torchrec_2dsp as tdsp
 from tests.support.buckets import bucket
@@ -265,3 +266,35 @@ def is_as_before(cell: Cell, folder: Path, until: str) -> bool:
 def test_a_model_that_diverged_goes_back_to_a_checkpoint(ranks4: RankPool, tmp_path: Path) -> None:
     for answers in ranks4.run(go_back, ROLLED_BACK, tmp_path):
         assert answers == [[True] * 3] * len(ROLLED_BACK)
+
+
+WIDER = ModelSpec(
+    (*ModelSpec().tables[:1], TableSpec("new", 21, 8, ("f9",)), *ModelSpec().tables[1:])
+)
+
+
+def add_a_table(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Load an older model's tables as the guide says; return the entries that aren't as due."""
+    source, optimizer = make(old := Cell(M22, "row_wise", hot_rows=HOT))
+    train(source, optimizer, old, range(3))
+    save_checkpoint(folder, source, optimizer)
+    target, optimizer = make(wider := Cell(M14, "table_wise", spec=WIDER))
+    train(target, optimizer, wider, range(20, 22))
+    due = full_state(target) | {
+        name: value for name, value in full_state(source).items() if ".t" in name
+    }
+    for part, loaded in {"model": target, "fused_optimizer": target.fused_optimizer}.items():
+        values = loaded.state_dict()
+        kept = {name: value for name, value in values.items() if not name.startswith("over.")}
+        dcp.load(
+            {part: kept},
+            checkpoint_id=folder,
+            planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
+        )
+        loaded.load_state_dict(values)
+    actual = full_state(target)
+    return [name for name in due if not torch.equal(actual[name], due[name])]
+
+
+def test_a_table_is_added(ranks4: RankPool, tmp_path: Path) -> None:
+    assert ranks4.run(add_a_table, tmp_path / "older") == [[]] * 4

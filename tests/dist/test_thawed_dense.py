@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
@@ -217,6 +219,48 @@ def change_in_ddp(rank: int, world_size: int, form: str, change: Any) -> str:
 def test_ddp_refuses_a_step_that_trains_fewer(ranks4: RankPool, form: str, change: Any) -> None:
     for text in ranks4.run(change_in_ddp, form, change):
         assert text.startswith("this backward reached other dense parameters than the first one")
+
+
+def go_back_twice(rank: int, world_size: int, form: str, num_steps: int) -> str:
+    """Run two forwards, then their backwards, together and one by one; return the error."""
+    with pipelined(CELL.cell, DATA_PARALLEL[form]()) as (model, params):
+        optimizer = dense_sgd(params.values())
+        for step in range(num_steps):
+            step_of(model, optimizer, CELL, step, rank)
+        optimizer.zero_grad()
+        (loss_of(model, rank) + loss_of(model, rank)).backward()
+        optimizer.zero_grad()
+        first, second = loss_of(model, rank), loss_of(model, rank)
+        second.backward()
+        return error_text(first.backward, UnsupportedError)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("form", DATA_PARALLEL)
+def test_ddp_refuses_a_second_backward(ranks4: RankPool, form: str, num_steps: int) -> None:
+    for text in ranks4.run(go_back_twice, form, num_steps):
+        assert text.startswith("a second backward() came after the last forward, and DDP adds up")
+
+
+def clip(rank: int, world_size: int, form: str) -> list[str]:
+    """Give an optimizer that clips by norm, then one that clips by value; return the errors."""
+    texts = []
+    with pipelined(CELL.cell, (FORMS | DATA_PARALLEL)[form]()) as (model, params):
+        for clipping in (GradientClipping.NORM, GradientClipping.VALUE):
+            dense = GradientClippingOptimizer(KeyedOptimizerWrapper(params, dense_sgd), clipping)
+            optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+            text = error_of(partial(tdsp.TrainState, model, optimizer))
+            assert isinstance(model, tdsp.ModelParallel2D)
+            assert error_of(partial(model.combined_optimizer, dense)) == text
+            texts.append(text)
+    return texts
+
+
+@pytest.mark.parametrize("form", ["DDP", "delayed", "FSDP", "TP", "TP, FSDP", "PP 1F1B"])
+def test_clipping_that_sees_a_part_of_the_gradients_is_refused(ranks4: RankPool, form: str) -> None:
+    for by_norm, by_value in ranks4.run(clip, form):
+        assert by_value == ""
+        assert ("wouldn't clip" in by_norm) == (form not in DATA_PARALLEL)
 
 
 EMBEDDINGS: dict[str, Callable[[], nn.Module]] = {

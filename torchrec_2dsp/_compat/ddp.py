@@ -1,11 +1,11 @@
-"""Adapters to torch's DDP, its first step and its buckets' order, and to FSDP2's parameters.
+"""Adapters to torch's DDP, its first step and its buckets' order.
 
 DDP puts gradients into buckets, and a number's place in its bucket determines the order in which
 the ranks' numbers are added. A run's first steps use the parameters' order, later ones the order
 in which gradients arrived. A resumed run must start with the latter to compute the same bits.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +25,7 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ShardedModule
 
-from torchrec_2dsp._compat.tensors import running_backward
+from torchrec_2dsp._compat.tensors import put_in_later, running_backward, unknown_params
 from torchrec_2dsp.errors import SyncError, TwoDError, UnsupportedError
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
@@ -44,9 +41,6 @@ _UNNAMED: "WeakKeyDictionary[DistributedDataParallel, list[tuple[int, list[torch
     WeakKeyDictionary()
 )
 """The buckets, with their parameters, that the first step after `start_in_order` will reduce."""
-
-Place = tuple[nn.Module, str, nn.Parameter]
-"""A module, and one of its parameters by name."""
 
 _BUILTIN_HOOK = "BuiltinCommHookType."
 
@@ -237,7 +231,7 @@ def refuse_unreduced(model: DistributedModelParallel) -> None:
             check_embeddings(ddp.module, "DDP")
         _refuse_later_params(ddp)
         _refuse_unseen_loss(ddp)
-        _refuse_another_graph(ddp)
+        _refuse_unreduced_backward(ddp)
 
 
 def let_compile(model: DistributedModelParallel) -> None:
@@ -306,63 +300,6 @@ def _refuse_later_params(ddp: DistributedDataParallel) -> None:
     ddp.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check))
 
 
-def unknown_params(
-    model: nn.Module, known_ids: Container[int], apart: Iterable[nn.Module] = ()
-) -> list[Place]:
-    """Find parameters whose `id` isn't known, in the few microseconds that a step can spare.
-
-    Parameters of sharded tables, and of the modules ``apart``, are left out.
-    """
-    unknown, modules = list[Place](), [model]
-    visited: set[nn.Module | None] = {None, *apart}
-    for module in modules:
-        if module in visited or isinstance(module, ShardedModule):
-            continue
-        visited.add(module)
-        params, children = _contents_of(module)
-        modules += children
-        for name, param in params:
-            if id(param) not in known_ids and param is not None:
-                unknown.append((module, name, param))
-    return unknown
-
-
-def _contents_of(module: nn.Module) -> tuple[Iterable[Any], Iterable[Any]]:
-    return module._parameters.items(), module._modules.values()
-
-
-def full_name(place: Place, model: nn.Module) -> str:
-    """Return a parameter's name in the model."""
-    path = next((path for path, module in model.named_modules() if module is place[0]), "")
-    return f"{path}.{place[1]}" if path else place[1]
-
-
-def put_in_later(place: Place, model: nn.Module, result: str) -> UnsupportedError:
-    """Return the error about a parameter that was put into a sharded model."""
-    return UnsupportedError(
-        f"{full_name(place, model)!r} was put into the model after it was sharded, so {result}; "
-        "change layers before, write into weights in place (copy_ under no_grad()), or freeze what "
-        "isn't trained"
-    )
-
-
-def own_params(unit: FSDPModule) -> Iterator[Place]:
-    """Yield the parameters that FSDP2 has for a unit: each one's shard, and its gathered weight."""
-    state: FSDPState = unit._get_fsdp_state()
-    for group in state._fsdp_param_groups:
-        for param in group.fsdp_params:
-            yield from _forms(param)
-
-
-def _forms(param: FSDPParam) -> Iterator[Place]:
-    module, name = param._module_info.module, param._module_info.param_name
-    # The last two come and go.
-    for form in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
-        own: nn.Parameter | None = getattr(param, form, None)
-        if own is not None:
-            yield module, name, own
-
-
 def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
     """Raise at the end of the first backward if DDP hasn't reduced its gradients by then.
 
@@ -412,32 +349,50 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
         hooks.append(param.register_post_accumulate_grad_hook(queue))
 
 
-def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
-    """Raise at the end of a backward that didn't involve all of a static graph's parameters.
+def _refuse_unreduced_backward(ddp: DistributedDataParallel) -> None:
+    """Raise at the end of a backward whose gradients DDP doesn't add up.
 
-    DDP doesn't end such a step's reduction, and only reports it in the next training forward, after
-    ranks have stepped by their own gradients. From the third step on: its forward rebuilds buckets.
+    DDP adds up one backward's gradients after each forward, so of two backwards after two forwards
+    only the first's. With a static graph, it doesn't end the reduction of a backward that doesn't
+    involve all parameters, and only reports it in the next training forward, after ranks have
+    stepped by their own gradients; from the third step on, as its forward rebuilds buckets.
     """
-    num_forwards = 0
+    num_forwards, reduced, reached = 0, set[int](), set[int]()
 
     def watch(module: nn.Module, inputs: object, outputs: object) -> None:
         nonlocal num_forwards
         if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             return
+        reduced.clear()
+        reached.clear()
         # An unknown graph, as at first and after `start_in_order`, has no steps yet.
         num_forwards = num_forwards + 1 if has_synced(ddp) else 0
-        for output in tree_leaves(outputs) if num_forwards > 1 else ():
+        for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(queue)
+
+    def reach(param: torch.Tensor) -> None:
+        if ddp.require_backward_grad_sync:
+            reached.add(id(param))
 
     def queue(grad: torch.Tensor) -> None:
         # After DDP's own end of the backward, which is queued after this.
         _at_end_of_backward(lambda: _at_end_of_backward(check))
 
     def check() -> None:
+        is_second = not reduced.isdisjoint(reached)
+        reduced.update(reached)
+        reached.clear()
+        if is_second:
+            raise UnsupportedError(
+                "a second backward() came after the last forward, and DDP adds up only the first "
+                "one's dense gradients: add the losses and call backward() once, call it before "
+                "the next forward, or use accumulate()"
+            )
         try:
-            # With rebuilt buckets it only checks that everything is reduced.
-            _rebuild(ddp.reducer)
+            if ddp.static_graph and num_forwards > 1:
+                # With rebuilt buckets it only checks that everything is reduced.
+                _rebuild(ddp.reducer)
         except RuntimeError as error:
             raise UnsupportedError(
                 "this backward reached other dense parameters than the first one, so DDP, whose "
@@ -446,8 +401,10 @@ def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
                 "static_graph=False, find_unused_parameters=True)"
             ) from error
 
-    if ddp.static_graph:
-        ddp.register_forward_hook(watch)
+    ddp.register_forward_hook(cast(Any, torch.compiler.disable)(watch))
+    if dist.get_world_size(ddp.process_group) > 1:
+        for param in ddp_params(ddp).values():
+            param.register_post_accumulate_grad_hook(reach)
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

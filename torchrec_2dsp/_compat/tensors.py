@@ -1,17 +1,26 @@
-"""Adapters to torch's internals for tensors, their memory and running backwards."""
+"""Adapters to torch's internals for tensors, their memory and running backwards, and parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torchrec.distributed.types import ShardedModule
+
+from torchrec_2dsp.errors import UnsupportedError
 
 T = TypeVar("T")
+
+Place = tuple[nn.Module, str, nn.Parameter]
+"""A module, and one of its parameters by name."""
 
 
 def tensor_without_storage(
@@ -117,3 +126,60 @@ class Upstream:
     def is_reached(self) -> bool:
         """Return whether the running backward continues there; `torch.autograd.grad` may not."""
         return any(node is not None and _will_engine_execute_node(node) for node in self._nodes)
+
+
+def unknown_params(
+    model: nn.Module, known_ids: Container[int], apart: Iterable[nn.Module] = ()
+) -> list[Place]:
+    """Find parameters whose `id` isn't known, in the few microseconds that a step can spare.
+
+    Parameters of sharded tables, and of the modules ``apart``, are left out.
+    """
+    unknown, modules = list[Place](), [model]
+    visited: set[nn.Module | None] = {None, *apart}
+    for module in modules:
+        if module in visited or isinstance(module, ShardedModule):
+            continue
+        visited.add(module)
+        params, children = _contents_of(module)
+        modules += children
+        for name, param in params:
+            if id(param) not in known_ids and param is not None:
+                unknown.append((module, name, param))
+    return unknown
+
+
+def _contents_of(module: nn.Module) -> tuple[Iterable[Any], Iterable[Any]]:
+    return module._parameters.items(), module._modules.values()
+
+
+def full_name(place: Place, model: nn.Module) -> str:
+    """Return a parameter's name in the model."""
+    path = next((path for path, module in model.named_modules() if module is place[0]), "")
+    return f"{path}.{place[1]}" if path else place[1]
+
+
+def put_in_later(place: Place, model: nn.Module, result: str) -> UnsupportedError:
+    """Return the error about a parameter that was put into a sharded model."""
+    return UnsupportedError(
+        f"{full_name(place, model)!r} was put into the model after it was sharded, so {result}; "
+        "change layers before, write into weights in place (copy_ under no_grad()), or freeze what "
+        "isn't trained"
+    )
+
+
+def own_params(unit: FSDPModule) -> Iterator[Place]:
+    """Yield the parameters that FSDP2 has for a unit: each one's shard, and its gathered weight."""
+    state: FSDPState = unit._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for param in group.fsdp_params:
+            yield from _forms(param)
+
+
+def _forms(param: FSDPParam) -> Iterator[Place]:
+    module, name = param._module_info.module, param._module_info.param_name
+    # The last two come and go.
+    for form in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
+        own: nn.Parameter | None = getattr(param, form, None)
+        if own is not None:
+            yield module, name, own

@@ -71,6 +71,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
 )
 from torchrec.distributed.types import DMPCollectionContext, ShardingEnv2D
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -196,3 +197,12 @@ class ColumnWiseSequences(ShardedEmbeddingCollection):
             return ShardedEmbeddingCollection._embedding_dim_for_sharding_type(self, sharding_type)
         shards: Any = self._sharding_type_to_sharding[sharding_type].embedding_shard_metadata()
         return shards[0].shard_sizes[1]
+
+
+def clipped_as_whole(optimizer: GradientClippingOptimizer) -> list[torch.Tensor]:
+    """Return the parameters that clipping by norm takes as whole on each rank.
+
+    It doesn't clip a `DTensor` among them, because that one's local tensor has no gradient.
+    """
+    is_by_norm = optimizer._clipping is GradientClipping.NORM
+    return list(optimizer._replicate_params) if is_by_norm else []

@@ -12,28 +12,36 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedModule, ShardingEnv
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
-    Place,
     check_embeddings,
     data_parallel_module,
+    data_parallel_wrapper,
     ddp_params,
-    full_name,
-    own_params,
-    put_in_later,
     refuse_unreduced,
-    unknown_params,
     wrapped_module,
 )
-from torchrec_2dsp._compat.tensors import has_gradient_hooks, held_weakly
-from torchrec_2dsp._compat.torchrec import in_backward_optimizers
+from torchrec_2dsp._compat.tensors import (
+    Place,
+    full_name,
+    has_gradient_hooks,
+    held_weakly,
+    own_params,
+    put_in_later,
+    unknown_params,
+)
+from torchrec_2dsp._compat.torchrec import clipped_as_whole, in_backward_optimizers
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError, InputError, TwoDError, UnsupportedError
@@ -378,3 +386,29 @@ class _Undifferentiable(torch.autograd.Function):
             f"a second derivative (create_graph=True) through {ctx.what} isn't computed; "
             "leave terms that need it, such as gradient penalties, out of the loss"
         )
+
+
+def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that this one holds and calls."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return [part for _, part in optimizer.optimizers]
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def check_clipping(model: DistributedModelParallel, optimizer: Optimizer) -> None:
+    """Refuse TorchRec's clipping by norm where ranks have parts of the dense gradients."""
+    wrapper = data_parallel_wrapper(model)
+    tables = {id(param) for param in model.fused_optimizer.params.values()}
+    is_staged = hasattr(wrapper, "clip_grad_norm_")
+    is_clipping = isinstance(optimizer, GradientClippingOptimizer)
+    clipped = clipped_as_whole(optimizer) if is_clipping else []
+    dense = [param for param in clipped if id(param) not in tables]
+    if any(is_staged or isinstance(param, DTensor) for param in dense):
+        remedy = "PipelinedDense.clip_grad_norm_" if is_staged else "torch.nn.utils.clip_grad_norm_"
+        raise ConfigError(
+            f"TorchRec's GradientClippingOptimizer wouldn't clip {type(wrapper).__name__}'s "
+            f"gradients by their norm, because each rank has a part of them; call {remedy} before "
+            "each step, or clip by value"
+        )
+    for part in wrapped_optimizers(optimizer):
+        check_clipping(model, part)

@@ -24,6 +24,7 @@ from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, check_whole, world_group
+from torchrec_2dsp.dense.dense_parts import check_clipping
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.pipelines import PIPELINES, AnyPipeline
@@ -244,7 +245,7 @@ class ModelParallel2D(DMPCollection):
                 tables' optimizer already is returned as it is.
 
         Raises:
-            ConfigError: the optimizer has other parameters.
+            ConfigError: the optimizer has other parameters, or wouldn't clip their gradients.
 
         Collectives:
             An agreement of all ranks.
@@ -256,6 +257,7 @@ class ModelParallel2D(DMPCollection):
         tables = set(map(id, fused.params.values()))
         has_tables = is_keyed and not given.isdisjoint(tables)
         with agreeing(world_group()):
+            check_clipping(self, dense_optimizer)
             if has_tables and not tables <= given:
                 raise ConfigError(
                     "the optimizer lacks tables that unfreeze() has added since it was made; "

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
+from torchrec_2dsp.dense.dense_parts import check_clipping, wrapped_optimizers
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
@@ -47,16 +48,10 @@ def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None
     state: dict[str, Any] = {MODEL: weights, FUSED: {"state": fused}}
     if optimizer is not None:
         check_wrappers(optimizer)
+        check_clipping(model, optimizer)
         dense, states = dense_params(model, optimizer), optimizer.state_dict()["state"]
         state[DENSE] = {"state": {key: states[key] for key in states if key in dense}}
     return state
-
-
-def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that this one holds and calls."""
-    if isinstance(optimizer, CombinedOptimizer):
-        return [part for _, part in optimizer.optimizers]
-    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
 def check_wrappers(optimizer: Optimizer) -> None:

@@ -15,9 +15,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.dense.dense_parts import check_clipping, wrapped_optimizers
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.coordination import coordination_group
-from torchrec_2dsp.parallel.checkpoint.parts import check_wrappers, wrapped_optimizers
+from torchrec_2dsp.parallel.checkpoint.parts import check_wrappers
 from torchrec_2dsp.parallel.train_state import model_state
 from torchrec_2dsp.parallel.train_state.values import (
     DENSE_GRADIENTS,
@@ -155,6 +156,7 @@ class TrainState:
             )
         if optimizer is not None:
             check_wrappers(optimizer)
+            check_clipping(model, optimizer)
         for name, member in members.items():
             check_member(name, member)
         self.model = model

@@ -36,6 +36,7 @@ from tests.support.parity import (
     TOLERANCE,
     TWO,
     Cell,
+    check_cells,
     group_plan,
     make_optimizer,
     make_sharder,
@@ -267,6 +268,29 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     quiet.append(Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS))
     for cell in quiet:
         assert ranks4.run(warnings_of, cell) == [[]] * 4, cell
+
+
+LEAVING_OUT = replace(SEQUENCES, leaves_out=True)
+PLACED = {
+    "rows": tdsp.ParameterConstraints2D(sharding_types=["row_wise"], exchange="row"),
+    "vectors": tdsp.ParameterConstraints2D(sharding_types=["table_wise"]),
+    "everywhere": tdsp.ParameterConstraints2D(sharding_types=["data_parallel"]),
+}
+PARTLY_USED = [
+    Cell(ONE, spec=LEAVING_OUT, exchange="row", hot_rows=HOT_ROWS[:1]),
+    Cell(TWO, "table_wise", spec=LEAVING_OUT, hot_rows=HOT_ROWS[:1]),
+    Cell(TWO, spec=LEAVING_OUT, in_world=("t0",), optimizer="adagrad"),
+    Cell(TWO, spec=LEAVING_OUT, in_world=("t0",), optimizer="adam"),
+    *(
+        Cell(mesh, spec=LEAVING_OUT, demands=(("t0", PLACED[first]), ("t1", PLACED[second])))
+        for mesh in (ONE, TWO)
+        for first, second in (("rows", "vectors"), ("everywhere", "rows"))
+    ),
+]
+
+
+def test_ranks_may_leave_different_sequences_out(ranks4: RankPool) -> None:
+    check_cells(PARTLY_USED, ranks4)
 
 
 @pytest.mark.parametrize(

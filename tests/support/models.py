@@ -51,6 +51,8 @@ class ModelSpec:
     pooling: str = "sum"
     weighted: bool = False
     sequence: bool = False
+    leaves_out: bool = False
+    """True if each batch's loss leaves out one feature's sequences."""
     data_type: DataType = DataType.FP32
     positions: str = ""
     """Position weights: "collection" for most features, "modules" for each one; none by default."""
@@ -140,6 +142,7 @@ class SequenceModel(nn.Module):
     def __init__(self, spec: ModelSpec, device: str = "cpu") -> None:
         super().__init__()
         self.features = [feature for feature, _ in spec.features]
+        self.leaves_out = spec.leaves_out
         self.ec = EmbeddingCollection(
             device=torch.device(device),
             tables=[
@@ -158,6 +161,9 @@ class SequenceModel(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         sequences = self.ec(features)
         parts = [summed(sequences[name]) for name in self.features]
+        if self.leaves_out:
+            place = int(features.values().sum()) % len(parts)
+            parts[place] = torch.zeros_like(parts[place])
         return self.over(torch.cat(parts, dim=1)).squeeze(1)
 
 

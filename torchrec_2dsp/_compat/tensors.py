@@ -97,6 +97,21 @@ class _Alias(torch.autograd.Function):
         return grads[0]
 
 
+def tied(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors on the same memory of which each gets a gradient, or zeros, if one does."""
+    return list(cast(Iterable[Tensor], _Tied.apply(*tensors)))
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
 def has_gradient_hooks(leaf: Tensor, *, or_after: bool = True) -> bool:
     """Return whether others' code runs on a leaf's gradient, or after it is accumulated."""
     return bool(leaf._backward_hooks or (or_after and leaf._post_accumulate_grad_hooks))

@@ -31,6 +31,7 @@ from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
     missed_ids,
+    tied_sequences,
 )
 from torchrec_2dsp.shard.stages import BatchNotes, Output, watch_calls
 from torchrec_2dsp.shard.tables import Tables2D, table_modules
@@ -367,7 +368,7 @@ class _Joined(LazyAwaitable[Output]):
             joined = {
                 names[key]: sequence for output, names in named for key, sequence in output.items()
             }
-            return {name: joined[name] for name in self._order or joined}
+            return tied_sequences({name: joined[name] for name in self._order or joined})
         keyed = KeyedTensor(
             keys=[names[key] for output, names in named for key in output.keys()],  # noqa: SIM118
             length_per_key=[dim for output in outputs for dim in output.length_per_key()],

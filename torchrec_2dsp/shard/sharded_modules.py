@@ -22,6 +22,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.shardings import before_loads
+from torchrec_2dsp._compat.tensors import tied
 from torchrec_2dsp._compat.torchrec import ColumnWiseSequences, CwPooledEmbeddingSharding
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import CheckpointError, UnsupportedError
@@ -408,7 +409,7 @@ class JoinSequences(Stage):
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Return the complete sequences."""
         if notes.hot is None:
-            return output
+            return tied_sequences(output) if len(notes.shardings) > 1 else output
         hot_output, notes.hot_output = notes.hot_output, {}
         joined = {}
         for name, rows in cast(Mapping[str, JaggedTensor], output).items():
@@ -420,7 +421,26 @@ class JoinSequences(Stage):
                     notes.hot.features[name],
                     notes.hot.ids.by_feature[name],
                 )
-        return joined
+        return tied_sequences(joined)
+
+
+def tied_sequences(output: Output) -> dict[str, JaggedTensor]:
+    """Return sequences whose tables all get gradients, or zeros, if one does.
+
+    Otherwise a rank whose loss leaves some of them out would skip their collectives.
+    """
+    sequences = cast(Mapping[str, JaggedTensor], output)
+    trained = {name: rows for name, rows in sequences.items() if rows.values().requires_grad}
+    values = dict(zip(trained, tied(rows.values() for rows in trained.values()), strict=True))
+    return {
+        name: JaggedTensor(
+            values.get(name, rows.values()),
+            rows.weights_or_none(),
+            rows.lengths_or_none(),
+            rows.offsets_or_none(),
+        )
+        for name, rows in sequences.items()
+    }
 
 
 def _joined(

@@ -1,6 +1,6 @@
 """A case's batches as plain tensors: for the oracle, and for TorchRec's jagged tensors."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -64,6 +64,8 @@ class LocalBatch:
     """The distinct bags of each feature; empty where each sample has bags of its own."""
     uses_shortcut: bool = True
     """True if the dense part's shortcut counts, if it has one."""
+    left_out: int = 0
+    """A number by which the loss leaves out outputs, see `ModuleCase.is_left_out`."""
 
     @property
     def sent(self) -> dict[tuple[int, int], Lookups]:
@@ -111,7 +113,7 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
     targets = torch.rand(size, generator=generator) * 2 - 1
     # Some batches use it on all ranks, on some, or on none.
     uses_shortcut = number % 3 == 2 or (number % 3 == 1 and rank % 2 == 0)
-    return LocalBatch(features, targets, shared, uses_shortcut)
+    return LocalBatch(features, targets, shared, uses_shortcut, left_out=number + rank)
 
 
 def num_rows(module: ModuleCase, feature: int) -> int:
@@ -162,7 +164,7 @@ def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
         key: SharedBags(of(key, bags.lookups), bags.of_samples)
         for key, bags in batch.shared.items()
     }
-    return LocalBatch(features, batch.targets, shared, batch.uses_shortcut)
+    return replace(batch, features=features, shared=shared)
 
 
 def _with_bad_ids(ids: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:

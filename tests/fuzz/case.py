@@ -159,6 +159,8 @@ class ModuleCase(Strict):
     """True if a forward looks the batch up twice, and goes on with the mean."""
     in_place: bool = False
     """True if a forward doubles bags in place, and goes on with their halves."""
+    leaves_out: bool = False
+    """True if each rank's loss leaves out one of the sequences, another one with each batch."""
     evicts: str = ""
     """The policy of its tables' id maps, ``"lfu"``, ``"lru"``, ``"distance"`` or one of
     `HASHED_POLICIES`; empty if ids are rows. The fields below are for maps."""
@@ -174,6 +176,15 @@ class ModuleCase(Strict):
     def trains_positions(self) -> bool:
         """Tell whether it trains position weights."""
         return self.kind == "positions" and not self.frozen_positions
+
+    def is_left_out(self, place: int, number: int) -> bool:
+        """Tell whether a loss leaves an output out, by its place and the batch's own number."""
+        return self.leaves_out and place == number % self.num_outputs
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of its outputs."""
+        return sum(len(table.features) for table in self.tables)
 
     @property
     def features(self) -> list[int]:

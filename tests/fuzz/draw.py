@@ -105,6 +105,7 @@ MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "by_feature": (False, True),
     "again": (False, False, False, True),
     "in_place": (False, False, False, True),
+    "leaves_out": (False, False, True),
     "evicts": ("",) * 12 + ("lfu", "lru", "distance", *HASHED_POLICIES),
     "interval": (1, 1, 2, 3),
     "drift": (0, 1, 5),
@@ -270,7 +271,7 @@ def _settled_nan(case: Case) -> Case:
     return replace(
         case,
         search=None,
-        modules=tuple(replace(module, evicts="") for module in modules),
+        modules=tuple(replace(module, evicts="", leaves_out=False) for module in modules),
         sync=replace(case.sync, delay=0),
         dense=Case().dense,
         loop="plain",
@@ -352,6 +353,11 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
         module,
         again=module.again and _may_look_up_again(case, module),
         in_place=module.in_place and module.kind != "sequences",
+        # A loss must reach a table that is trained.
+        leaves_out=module.leaves_out
+        and module.kind == "sequences"
+        and module.num_outputs > 1
+        and not any(table.frozen for table in module.tables),
     )
     tables = []
     for table in module.tables:

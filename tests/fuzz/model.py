@@ -55,6 +55,7 @@ class Batch(Pipelineable):
     ids: KeyedJaggedTensor | None = None
     weighted_ids: KeyedJaggedTensor | None = None
     uses_shortcut: bool = True
+    left_out: int = 0
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return a copy of the batch on another device."""
@@ -149,7 +150,7 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
             **sizes,
         )
     kind = BatchBuiltAnew if case.built_anew else Batch
-    return kind(local.targets, uses_shortcut=local.uses_shortcut, **inputs)
+    return kind(local.targets, uses_shortcut=local.uses_shortcut, left_out=local.left_out, **inputs)
 
 
 torch.fx.wrap("losses_of")
@@ -164,6 +165,14 @@ def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
     shares = 1 + POSITION_WEIGHT * (torch.arange(samples.numel(), device=starts.device) - starts)
     values = sequences.values().float() * shares[:, None]
     return values.new_zeros(lengths.numel(), values.shape[1]).index_add(0, samples, values)
+
+
+@torch.fx.wrap
+def unless_left_out(
+    vectors: torch.Tensor, place: int, num_outputs: int, left_out: int
+) -> torch.Tensor:
+    """Return a module's output, or zeros if the batch's loss leaves it out."""
+    return torch.zeros_like(vectors) if place == left_out % num_outputs else vectors
 
 
 @torch.fx.wrap
@@ -213,6 +222,7 @@ class FuzzModel(nn.Module):
         self._have_maps = [bool(module.evicts) for module in case.modules]
         self._look_up_again = [module.again for module in case.modules]
         self._change_in_place = [module.in_place for module in case.modules]
+        self._leave_out = [module.leaves_out * module.num_outputs for module in case.modules]
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
             embeddings = embedding_module(number, module)
@@ -224,25 +234,27 @@ class FuzzModel(nn.Module):
         if self._is_pipelined:
             self.over = tdsp.LayerStack(self.over.layers, SampleLosses())
 
-    def _looked_up(self, number: int, features: Any) -> Iterator[torch.Tensor]:
+    def _looked_up(self, number: int, features: Any, left_out: int) -> Iterator[torch.Tensor]:
         """Yield a module's outputs, a vector for each sample."""
         outputs = getattr(self, f"m{number}")(features)
         outputs = outputs[0] if self._have_maps[number] else outputs
         if self._change_in_place[number]:
             outputs.values().mul_(2)
         share = 0.5 if self._change_in_place[number] else 1
-        for name in self._outputs[number]:
+        for place, name in enumerate(self._outputs[number]):
             is_sequence = self._are_sequences[number]
             rows = sums_of_sequences(outputs[name]) if is_sequence else outputs[name].float()
+            if num_outputs := self._leave_out[number]:
+                rows = unless_left_out(rows, place, num_outputs, left_out)
             yield rows * share
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         columns: list[torch.Tensor] = []
         for number, field in enumerate(self._inputs):
             features = getattr(batch, field)
-            rows = list(self._looked_up(number, features))
+            rows = list(self._looked_up(number, features, batch.left_out))
             if self._look_up_again[number]:
-                again = self._looked_up(number, features)
+                again = self._looked_up(number, features, batch.left_out)
                 rows = [(first + other) / 2 for first, other in zip(rows, again, strict=True)]
             columns += rows
         inputs = torch.cat(columns, dim=1).tanh()

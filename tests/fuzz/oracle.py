@@ -211,6 +211,8 @@ class _Column:
     feature: int
     start: int
     width: int
+    place: int
+    """Its place among the module's outputs."""
 
 
 class _Simulation:
@@ -379,6 +381,8 @@ class _Simulation:
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]
+                if self._is_left_out(column, batch):
+                    bags = torch.zeros_like(bags)
                 wire, hot = self._wires[column.table], self._is_hot(column.table)
                 shares = self._shares(column, lookups, rank)
                 rows = wire.row_gradients(bags, lookups, shares, hot)
@@ -401,7 +405,11 @@ class _Simulation:
         is_hot = self._is_hot(column.table)
         shares = self._shares(column, lookups, rank)
         weights = self._weights(column, rank)
-        return self._wires[column.table].bags(weights, lookups, shares, is_hot)
+        bags = self._wires[column.table].bags(weights, lookups, shares, is_hot)
+        return torch.zeros_like(bags) if self._is_left_out(column, batch) else bags
+
+    def _is_left_out(self, column: _Column, batch: LocalBatch) -> bool:
+        return self._case.modules[column.module].is_left_out(column.place, batch.left_out)
 
     def _weights(self, column: _Column, rank: int) -> torch.Tensor:
         return self._states[column.table].weights_of(self._case.mesh.group_of(rank))
@@ -435,10 +443,15 @@ def _has_copies(table: TableCase) -> bool:
 def _columns(case: Case) -> Iterator[_Column]:
     start = 0
     for number, module in enumerate(case.modules):
-        for index, table in enumerate(module.tables):
-            for feature in table.features:
-                yield _Column(table_name(number, index), number, feature, start, table.dim)
-                start += table.dim
+        users = [
+            (index, feature)
+            for index, table in enumerate(module.tables)
+            for feature in table.features
+        ]
+        for place, (index, feature) in enumerate(users):
+            width = module.tables[index].dim
+            yield _Column(table_name(number, index), number, feature, start, width, place)
+            start += width
 
 
 def output_names(module: int, case: ModuleCase) -> list[str]:

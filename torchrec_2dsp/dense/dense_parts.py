@@ -397,18 +397,17 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 def check_clipping(model: DistributedModelParallel, optimizer: Optimizer) -> None:
     """Refuse TorchRec's clipping by norm where ranks have parts of the dense gradients."""
-    wrapper = data_parallel_wrapper(model)
     tables = {id(param) for param in model.fused_optimizer.params.values()}
-    is_staged = hasattr(wrapper, "clip_grad_norm_")
+    is_staged = hasattr(data_parallel_wrapper(model), "clip_grad_norm_")
     is_clipping = isinstance(optimizer, GradientClippingOptimizer)
     clipped = clipped_as_whole(optimizer) if is_clipping else []
     dense = [param for param in clipped if id(param) not in tables]
     if any(is_staged or isinstance(param, DTensor) for param in dense):
         remedy = "PipelinedDense.clip_grad_norm_" if is_staged else "torch.nn.utils.clip_grad_norm_"
         raise ConfigError(
-            f"TorchRec's GradientClippingOptimizer wouldn't clip {type(wrapper).__name__}'s "
-            f"gradients by their norm, because each rank has a part of them; call {remedy} before "
-            "each step, or clip by value"
+            "TorchRec's GradientClippingOptimizer wouldn't clip the dense gradients by their norm, "
+            f"because each rank has a part of them; call {remedy} before each step, or clip by "
+            "value"
         )
     for part in wrapped_optimizers(optimizer):
         check_clipping(model, part)

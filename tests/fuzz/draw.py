@@ -177,6 +177,9 @@ def draw_case(seed: int) -> Case:
     settled_case = settled(case)
     if case.search is not None or case.has_nan or rng.random() >= UNSETTLED_SHARE:
         return settled_case
+    if case.loop == "sparse_dist" and any(module.again for module in case.modules):
+        # TorchRec's own pipeline refuses it, by an assertion.
+        return settled_case
     # TorchRec itself fails without samples, and names nothing; an idle shortcut isn't refused, and
     # what comes between steps may be possible after one more.
     return replace(

@@ -256,7 +256,10 @@ class ThresholdedGradients:
     def _route(self, size: BucketSize, layout: BucketLayout) -> GradientRoute:
         if not layout.thresholded or self._num_ranks == 1:
             return GradientRoute.DENSE
-        return self._settings.route or size.cheapest_route()
+        route = self._settings.route or size.cheapest_route()
+        # An owner without elements has no place for its message's unused room.
+        has_owners = size.num_elements >= self._num_ranks
+        return route if route is not GradientRoute.OWNERS or has_owners else GradientRoute.GATHER
 
     def _agree(self, buffer: torch.Tensor, layout: BucketLayout) -> tuple[int, bool]:
         """Agree on the step, and if it is dense; raise on all ranks if gradients aren't finite."""

@@ -22,9 +22,13 @@ from tests.support.models import SEQUENCES, ModelSpec, build, tables_of
 from tests.support.oracle import batch_of, local_loss
 from tests.support.parity import (
     ONE,
+    TOLERANCE,
     TWO,
     Cell,
+    Gap,
+    compare,
     make_optimizer,
+    make_oracle,
     shard,
 )
 from tests.support.ranks import RankPool, error_of
@@ -367,3 +371,21 @@ def test_calls_that_can_not_be_right_are_refused(ranks4: RankPool) -> None:
         assert "lacks tables that unfreeze() has added since it was made" in errors[6]
         assert "can't train tables in a FeatureProcessedEmbeddingBagCollection" in errors[7]
         assert "an accumulate() of this model isn't over" in errors[8]
+
+
+def leave_trained_sequences_out(rank: int, world_size: int, cell: Cell) -> Gap:
+    """Train losses of which some reach a frozen table's sequences alone; compare."""
+    oracle, parallel = make_oracle(cell), shard(cell, model=frozen_model(cell, ("t1",)))
+    oracle.rates["t1"] = 0.0
+    for step in range(4):
+        oracle.step([batch(cell, step, each) for each in range(world_size)])
+    train(parallel, cell, range(4), rank)
+    return compare(parallel, oracle)
+
+
+@pytest.mark.parametrize("hot_rows", [(), HOT[:1]])
+def test_a_loss_may_reach_frozen_tables_alone(ranks4: RankPool, hot_rows: Any) -> None:
+    cell = replace(SGD, spec=replace(SEQUENCES, leaves_out=True), hot_rows=hot_rows)
+    for gap in ranks4.run(leave_trained_sequences_out, cell):
+        assert gap.num_values > 0
+        assert gap.worst <= TOLERANCE, gap

@@ -303,6 +303,19 @@ def test_dense_optimizers_in_the_backward_are_refused(ranks4: RankPool, wrapper:
         assert text.startswith("'over.weight' has an optimizer in the backward, which " + wrapper)
 
 
+def with_a_part_named_module(rank: int, world_size: int, wrapper: str) -> str:
+    cell, model = cell_of(world_size), nn.Module()
+    model.module = build(cell.spec)
+    dense = IN_BACKWARD[wrapper]()
+    return error_text(lambda: shard(cell, model=model, data_parallel_wrapper=dense), ConfigError)
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "LocalDense"])
+def test_a_part_with_the_name_of_ddps_is_refused(ranks4: RankPool, wrapper: str) -> None:
+    for text in ranks4.run(with_a_part_named_module, wrapper):
+        assert text.startswith("the model's part 'module' has DDP's name for it, which " + wrapper)
+
+
 def misuse_fully_sharded(rank: int, world_size: int) -> tuple[str, ...]:
     cell = cell_of(world_size)
 

@@ -63,6 +63,7 @@ def dense_parts(
     """
     if not name:
         check_stepped_later(model, wrapper)
+        _check_named(model, wrapper)
     is_part = isinstance(model, apart)
     holds_params = any(True for _ in model.parameters(recurse=False))
     if not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
@@ -88,6 +89,15 @@ def dense_parts(
     for child_name, child in model.named_children():
         child_path = f"{name}.{child_name}" if name else child_name
         yield from dense_parts(child, wrapper, child_path, apart=apart)
+
+
+def _check_named(model: nn.Module, wrapper: str) -> None:
+    """Refuse a child with the name that TorchRec, for DDP, takes off the names in state dicts."""
+    if isinstance(getattr(model, "module", None), nn.Module):
+        raise ConfigError(
+            f"the model's part 'module' has DDP's name for it, which {wrapper} doesn't use, and "
+            "TorchRec leaves out of state dicts; rename it"
+        )
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -429,17 +429,16 @@ def tied_sequences(output: Output) -> dict[str, JaggedTensor]:
 
     Otherwise a rank whose loss leaves some of them out would skip their collectives.
     """
-    sequences = cast(Mapping[str, JaggedTensor], output)
-    trained = {name: rows for name, rows in sequences.items() if rows.values().requires_grad}
-    values = dict(zip(trained, tied(rows.values() for rows in trained.values()), strict=True))
+    sequences = dict(cast(Mapping[str, JaggedTensor], output))
+    if not any(rows.values().requires_grad for rows in sequences.values()):
+        return sequences
+    # Frozen tables' outputs as well: a loss may be computed from them alone.
+    values = tied(rows.values() for rows in sequences.values())
     return {
         name: JaggedTensor(
-            values.get(name, rows.values()),
-            rows.weights_or_none(),
-            rows.lengths_or_none(),
-            rows.offsets_or_none(),
+            tensor, rows.weights_or_none(), rows.lengths_or_none(), rows.offsets_or_none()
         )
-        for name, rows in sequences.items()
+        for (name, rows), tensor in zip(sequences.items(), values, strict=True)
     }
 
 

@@ -5,7 +5,8 @@ OMP_NUM_THREADS=1 PYTHONPATH=docs/examples torchrun --standalone --nproc-per-nod
     --set output.watchers='["experiment_trackers:MLflowWatcher"]'
 
 Rank 0 makes a watcher and tells it each step. Both log to the server that their own environment
-variables name; WANDB_MODE=offline writes to a folder instead.
+variables name; WANDB_MODE=offline writes to a folder instead. mlflow-skinny, which lacks MLflow's
+default store, needs MLFLOW_TRACKING_URI.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/fewer_b
     --folder ml-100k --transport fp32 --copies 4 --average-every 1 --batch-size 64 --seed 1
 
 The folder holds ml-100k.inter, ml-100k.user and ml-100k.item, tab separated, with a header each.
-Without it, ratings are made up.
+Without --folder, ratings are made up.
 """
 
 import argparse

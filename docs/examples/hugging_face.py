@@ -2,7 +2,8 @@
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/hugging_face.py
 
-Each rank reads its part of the rows, from memory, a local folder or the hub.
+Each rank reads its part of the rows, from memory, a local folder or the hub. All ranks need as many
+batches: drop the rest, or pad it, where parts are unequal.
 """
 
 from collections.abc import Iterator, Mapping

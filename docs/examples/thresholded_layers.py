@@ -156,6 +156,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     options = parser.parse_args()
+    first = math.ceil(options.warm_up / options.steps)
+    if options.rounds <= first:
+        parser.error(f"{first} rounds warm up, and aren't timed; give more --rounds")
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     few, clicks = (options.activations, options.gradients), Clicks()
@@ -175,7 +178,6 @@ def main() -> None:
     held_out = [clicks.batch(-1 - num_ranks * n - rank, 1_024) for n in range(8)]
     losses = {name: way.held_out(held_out) for name, way in ways.items()}
     if rank == 0:
-        first = math.ceil(options.warm_up / options.steps)
         timed = {name: way.seconds[first:] for name, way in ways.items()}
         for name, seconds in timed.items():
             shorter = [1 - own / whole for own, whole in zip(seconds, timed["all"], strict=True)]

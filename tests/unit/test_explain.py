@@ -180,6 +180,13 @@ SMALL = (
 )
 
 
+def test_plan_and_page_are_two_files(tmp_path: Path) -> None:
+    page = str(tmp_path / "plan.html")
+    code, text = run("plan", "--config", CONFIG, *SMALL, "--output", page, "--html", page)
+    assert code == 2, text
+    assert "--output and --html are both" in text
+
+
 @pytest.mark.dealt_file
 def test_a_plan_is_printed_held_against_torchrecs_and_written(tmp_path: Path) -> None:
     path, html = tmp_path / "plan.json", tmp_path / "plan.html"

@@ -250,6 +250,10 @@ def test_the_command_writes_where_it_is_told_and_needs_no_torch(tmp_path: Path) 
     result = CliRunner().invoke(app, ["report", str(folder), "--output", str(output)])
     assert result.exit_code == 0, result.output
     assert f"wrote {output}" in result.output
+    config = folder / "config.toml"
+    refused = CliRunner().invoke(app, ["report", str(folder), "--output", str(config)])
+    assert refused.exit_code == 2
+    assert "is no HTML page" in refused.stderr
     # The script for the plots is inside, so that nothing is loaded.
     html = output.read_text()
     assert "plotly.js v" in html

@@ -286,6 +286,8 @@ def test_runs_of_the_same_seeds_join() -> None:
     assert list(first.config["runs"]) == ["one_group", "scaled", "averaged"]
     assert second is parts[1]
     assert joined(RECORDS) == RECORDS
+    watched = part(0, "averaged", output={"watchers": ["mine:Watcher"]}, checkpoint={"every": 9})
+    assert len(joined([parts[0], watched])) == 1
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,11 @@ def check_writable(output: Path | None) -> None:
         raise ConfigError(f"{output} can't be written: {why}") from error
 
 
-def check_page(output: Path) -> None:
-    """Raise `ConfigError` if ``output`` is no Markdown page, or can't be written."""
-    if output.suffix != ".md":
-        raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
+def check_page(output: Path, suffix: str = ".md") -> None:
+    """Raise `ConfigError` if ``output`` has not a page's name, or can't be written."""
+    if output.suffix != suffix:
+        kind = "Markdown" if suffix == ".md" else "HTML"
+        raise ConfigError(f"--output {output} is no {kind} page; use a name that ends in {suffix}")
     check_writable(output)
 
 

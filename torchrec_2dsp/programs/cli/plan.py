@@ -9,8 +9,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
+    check_page,
     check_writable,
     set_option,
     show_written,
@@ -86,8 +88,10 @@ def plan(
 
     quiet_upstream()
     check_writable(output)
-    check_writable(html)
     if html is not None:
+        check_page(html, ".html")
+        if html == output:
+            raise ConfigError(f"--output and --html are both {html}; name two files")
         graph_objects()  # Reports a missing package before the search.
     console = Console()
     changes = _with_machines(overrides, calibration, ranks_per_host, world_size)

@@ -9,7 +9,6 @@ from rich.console import Console
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.console import (
     check_page,
-    check_writable,
     show_written,
     shown_errors,
 )
@@ -34,7 +33,7 @@ def report(
 
     contents = RunContents.read(run)
     path = run / "report.html" if output is None else output
-    check_writable(path)
+    check_page(path, ".html")
     run_page(contents).write(path)
     show_written(Console(), path)
 

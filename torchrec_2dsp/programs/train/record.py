@@ -26,8 +26,15 @@ is better."""
 TRAIN_RECORD_FORMAT = 4
 """The record format that this version writes; older ones, which it reads, have fewer figures."""
 
-_FOLDERS = ("output.folder", "checkpoint.folder", "loop.tensorboard_dir", "data.prepared")
-"""The keys for folders, which change no figure."""
+_WITHOUT_EFFECT = (
+    "checkpoint.",
+    "data.prepared",
+    "loop.report_every",
+    "loop.tensorboard_dir",
+    "loop.timeout_s",
+    "output.",
+)
+"""The beginnings of keys that change no figure."""
 
 PROGRESS_FILE = "progress.jsonl"
 """The progress file's name, in a run's folder."""
@@ -281,14 +288,14 @@ class TrainRecord(JsonFile):
     def difference(self, other: "TrainRecord", *ignored: str) -> str:
         """Name the first key that differs, with both values; empty if the records are alike.
 
-        Folders, and keys that begin with one of ``ignored``, don't count.
+        Keys without effect on figures, and those that begin with one of ``ignored``, don't count.
         """
         if self.world_size != other.world_size:
             return f"the number of ranks is {self.world_size} and {other.world_size}"
         first, second = (dict(flat("", record.config)) for record in (self, other))
         for key in sorted(first.keys() | second.keys()):
             value, other_value = first.get(key, "nothing"), second.get(key, "nothing")
-            if value != other_value and not key.startswith((*_FOLDERS, *ignored)):
+            if value != other_value and not key.startswith((*_WITHOUT_EFFECT, *ignored)):
                 return f"{key} is {value} and {other_value}"
         return ""
 

@@ -282,9 +282,13 @@ def test_two_backwards_between_syncs(ranks4: RankPool) -> None:
 
 
 def synced_between(rank: int, world_size: int, cell: Cell) -> str:
-    """Return the error from two backwards with a sync in between; empty if there is none."""
+    """Return the error from two backwards with a sync in between; empty if there is none.
+
+    They are the sharded module's, because DDP adds up only the first one's gradients.
+    """
     parallel, stream = shard(cell), make_stream(cell, 2)
-    first, second = (local_loss(parallel(batches[rank])) for batches in stream)
+    (part,) = sharded_tables(parallel)
+    first, second = (bag_loss(cell, part.module(batches[rank])) for batches in stream)
     first.backward()
     assert isinstance(parallel, tdsp.ModelParallel2D)
     parallel.sync()

@@ -1,9 +1,11 @@
 """Dense layers that are unfrozen, frozen or left out midway, checkpointed, or sparse."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ from tests.support.pipelining import (
     step_of,
 )
 from tests.support.ranks import RankPool, error_of, error_text
+from torchrec_2dsp._compat.ddp import data_parallel_module
 from torchrec_2dsp.errors import UnsupportedError
 
 ROUNDING = 1e-6
@@ -240,6 +243,24 @@ def go_back_twice(rank: int, world_size: int, form: str, num_steps: int) -> str:
 def test_ddp_refuses_a_second_backward(ranks4: RankPool, form: str, num_steps: int) -> None:
     for text in ranks4.run(go_back_twice, form, num_steps):
         assert text.startswith("a second backward() came after the last forward, and DDP adds up")
+
+
+def is_freed(rank: int, world_size: int, form: str) -> bool:
+    """Drop a model that has trained; return whether its DDP is gone."""
+    with pipelined(CELL.cell, DATA_PARALLEL[form]()) as (model, params):
+        optimizer = dense_sgd(params.values())
+        for step in range(3):
+            step_of(model, optimizer, CELL, step, rank)
+        ddp = ref(data_parallel_module(model))
+        assert ddp() is not None
+    del model, params, optimizer
+    gc.collect()
+    return ddp() is None
+
+
+@pytest.mark.parametrize("form", DATA_PARALLEL)
+def test_hooks_let_ddp_go(ranks4: RankPool, form: str) -> None:
+    assert ranks4.run(is_freed, form) == [True] * 4
 
 
 def clip(rank: int, world_size: int, form: str) -> list[str]:

@@ -358,6 +358,8 @@ def _refuse_unreduced_backward(ddp: DistributedDataParallel) -> None:
     stepped by their own gradients; from the third step on, as its forward rebuilds buckets.
     """
     num_forwards, reduced, reached = 0, set[int](), set[int]()
+    # What a parameter's hooks hold may live as long as the process.
+    owner = ref(ddp)
 
     def watch(module: nn.Module, inputs: object, outputs: object) -> None:
         nonlocal num_forwards
@@ -372,7 +374,8 @@ def _refuse_unreduced_backward(ddp: DistributedDataParallel) -> None:
                 output.register_hook(queue)
 
     def reach(param: torch.Tensor) -> None:
-        if ddp.require_backward_grad_sync:
+        alive = owner()
+        if alive is not None and alive.require_backward_grad_sync:
             reached.add(id(param))
 
     def queue(grad: torch.Tensor) -> None:

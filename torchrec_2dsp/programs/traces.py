@@ -244,7 +244,7 @@ _NAMES: dict[StepPhase, re.Pattern[str]] = {
         (
             StepPhase.ROW_GRADIENTS,
             r"^## finish row gradients|_bwd?\b|_bwd_|_(Req|Wait)Backward$|AllToAllSingleBackward"
-            r"|_(Alias|Arriving|Clipped|Leaving|Pooled|Put|Taken|Weighed|ReduceScatterRagged)Backward$",
+            r"|_(Alias|Arriving|Clipped|Leaving|Pooled|Put|Taken|Tied|Weighed|ReduceScatterRagged)Backward$",
         ),
         (
             StepPhase.LOOKUP,
@@ -256,7 +256,7 @@ _NAMES: dict[StepPhase, re.Pattern[str]] = {
             r"^\[output_dist|^## \w*Embedding\w*Awaitable wait|_fwd\b|_fwd_|_(Req|Wait)$"
             r"|AllToAllSingle$|^## (all2all_(pooled|sequence)|reduce_scatter|ebc )"
             r"|^## (send late rows|rows beside computing)"
-            r"|^_(Alias|Arriving|Clipped|Leaving|Pooled|Put|Taken|Weighed|ReduceScatterRagged)$",
+            r"|^_(Alias|Arriving|Clipped|Leaving|Pooled|Put|Taken|Tied|Weighed|ReduceScatterRagged)$",
         ),
         (
             StepPhase.REPLICA_SYNC,

@@ -185,6 +185,9 @@ def test_plan_and_page_are_two_files(tmp_path: Path) -> None:
     code, text = run("plan", "--config", CONFIG, *SMALL, "--output", page, "--html", page)
     assert code == 2, text
     assert "--output and --html are both" in text
+    code, text = run("plan", "--config", CONFIG, *SMALL, "--html", str(tmp_path / "plan.py"))
+    assert code == 2, text
+    assert "is no HTML page; use a name that ends in .html" in text
 
 
 @pytest.mark.dealt_file

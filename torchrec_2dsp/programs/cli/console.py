@@ -112,10 +112,10 @@ def check_writable(output: Path | None) -> None:
 
 
 def check_page(output: Path, suffix: str = ".md") -> None:
-    """Raise `ConfigError` if ``output`` has not a page's name, or can't be written."""
+    """Raise `ConfigError` if ``output`` doesn't end in ``suffix``, or can't be written."""
     if output.suffix != suffix:
         kind = "Markdown" if suffix == ".md" else "HTML"
-        raise ConfigError(f"--output {output} is no {kind} page; use a name that ends in {suffix}")
+        raise ConfigError(f"{output} is no {kind} page; use a name that ends in {suffix}")
     check_writable(output)
 
 

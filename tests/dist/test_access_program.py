@@ -28,6 +28,7 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.access import AccessConfig, AccessResult, count_access
 from torchrec_2dsp.programs.cli.access import show_access
+from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
@@ -201,6 +202,11 @@ def test_hosts_with_other_files_are_told(ranks2: RankPool, tmp_path: Path, case:
     assert errors[0] == errors[1]
     pattern = f"the log differs between ranks: rank 0 has {message}.*rank 1 has .*; give all ranks"
     assert re.search(pattern, errors[0]), errors[0]
+
+
+def test_drawn_data_is_no_log() -> None:
+    with pytest.raises(ConfigError, match="so it is drawn; give a config that reads a log"):
+        load_config(AccessConfig, "demo")
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -95,6 +95,15 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_the_command_keeps_a_file_that_is_no_calibration(tmp_path: Path) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text("[data]\n")
+    done = forked(*COMMAND, "--output", str(config), ranks=2)
+    assert done.returncode != 0
+    assert f"{config} is no calibration, and would be overwritten" in done.stderr
+    assert config.read_text() == "[data]\n"
+
+
 def test_an_unknown_device(tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path / "c.toml"), "--device", "tpu"]
     done = CliRunner().invoke(app, ["calibrate", *arguments])

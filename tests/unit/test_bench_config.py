@@ -17,7 +17,7 @@ from tests.support.train_runs import click_data, click_model
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench import contestants
+from torchrec_2dsp.programs.bench import contestants, program
 from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference
 from torchrec_2dsp.programs.bench.contestants import (
     planner_topology,
@@ -221,14 +221,20 @@ SPEEDS = LinkSpeeds(
 )
 
 
-def test_a_calibration_of_other_machines_is_named() -> None:
+def test_a_calibration_of_other_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "configs/hardware/emulated_1gbit.toml"
     config = config_of(PLAIN, calibration=path)
+    known = tdsp.Calibration.load(path).hardware.processor
+    monkeypatch.setattr(program, "processor_name", lambda device: known)
     assert calibration_warning(config, local_world_size=2) == ""
     assert calibration_warning(config, local_world_size=4) == (
         f"{path} is of other machines: ranks per host: 4, and 2 when measured"
     )
     assert calibration_warning(config_of(PLAIN), 4) == ""
+    monkeypatch.setattr(program, "processor_name", lambda device: "another")
+    assert calibration_warning(config, local_world_size=2) == (
+        f"{path} is of other machines: the processor is another, and was {known}"
+    )
 
 
 def test_planners_know_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,14 @@ def test_a_calibration_of_one_host_does_not_cover_two() -> None:
 
 def test_other_hardware_is_told_apart() -> None:
     calibration = tdsp.Calibration.load("emulated_1gbit")
+    known = calibration.hardware.processor
     assert calibration.differences(local_world_size=2, device="cpu") == []
+    assert calibration.differences(local_world_size=2, device="cpu", processor=known) == []
+    two = with_part(calibration, "hardware", processor=f"another and {known}")
+    assert two.differences(local_world_size=2, device="cpu", processor=known) == []
+    assert calibration.differences(local_world_size=2, device="cpu", processor="another") == [
+        f"the processor is another, and was {known}"
+    ]
     assert calibration.differences(local_world_size=8, device="cuda") == [
         "ranks per host: 8, and 2 when measured",
         "tables are on cuda, and were on cpu",

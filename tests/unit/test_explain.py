@@ -119,7 +119,7 @@ def test_the_search_takes_the_pipeline_and_the_all_to_all_that_pay() -> None:
     alone = planner(mesh=tdsp.Mesh2D(4, 1), sync=tdsp.WeightSync(policy=tdsp.never()))
     plan = alone.plan(model, SHARDERS)
     assert (plan.pipeline, plan.full_duplex) == (Pipeline.BASE, False)
-    assert alone.explain().headline.startswith("Mesh2D(4x1, strided), no pipeline on ")
+    assert alone.explain().headline.startswith("Mesh2D(4x1, strided), no train pipeline on ")
     assert [row[0] for row in alone.explain().rank_rows().rows] == ["each rank"]
 
 
@@ -181,13 +181,14 @@ SMALL = (
 
 
 def test_plan_and_page_are_two_files(tmp_path: Path) -> None:
-    page = str(tmp_path / "plan.html")
-    code, text = run("plan", "--config", CONFIG, *SMALL, "--output", page, "--html", page)
-    assert code == 2, text
-    assert "--output and --html are both" in text
-    code, text = run("plan", "--config", CONFIG, *SMALL, "--html", str(tmp_path / "plan.py"))
-    assert code == 2, text
-    assert "is no HTML page; use a name that ends in .html" in text
+    page, program = str(tmp_path / "plan.html"), str(tmp_path / "plan.py")
+    for option, path, kind in (
+        ("--output", page, "JSON file; use a name that ends in .json"),
+        ("--html", program, "HTML page; use a name that ends in .html"),
+    ):
+        code, text = run("plan", "--config", CONFIG, *SMALL, option, path)
+        assert code == 2, text
+        assert f"is no {kind}" in text
 
 
 @pytest.mark.dealt_file
@@ -303,6 +304,7 @@ def test_other_machines_and_other_copies_can_be_asked_for(tmp_path: Path) -> Non
         ),
         (("plan", "--set", "machines.memory_gib=0.000001"), "no plan fits"),
         (("plan", "--set", "machines.calibration=none.toml"), "none.toml can't be read"),
+        (("simulate", "--ranks", "4,7"), "num_ranks=7 is no multiple of ranks_per_host=2"),
         (("simulate", "--ranks", "4,x"), "--ranks 4,x: give numbers of ranks, such as 256,512"),
     ],
 )

@@ -245,14 +245,6 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     ("options", "message"),
     [
         (["--output", "seed.md"], "--output seed.md would write over the record seed_1.json; use"),
-        (
-            ["--output", "page.md", "--only", "averaged"],
-            "--reference one_group is left out by --only; add --only one_group",
-        ),
-        (
-            ["--output", "page.md", "--only", "one_group", "--baseline", "averaged"],
-            "--baseline averaged is left out by --only; add --only averaged",
-        ),
     ],
 )
 def test_the_command_refuses_before_it_writes(

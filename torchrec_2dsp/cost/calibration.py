@@ -1,5 +1,7 @@
 """`Calibration`: a TOML file with some machines' times for collectives and row work."""
 
+import os
+import platform
 import tomllib
 from pathlib import Path
 from typing import Any, Self
@@ -355,19 +357,40 @@ class Calibration(CalibrationPart):
                     "these"
                 )
 
-    def differences(self, *, local_world_size: int, device: str) -> list[str]:
-        """List the differences from the calibrated machines, in words."""
-        texts = []
-        if local_world_size != self.hardware.ranks_per_host:
-            measured = self.hardware.ranks_per_host
-            texts.append(f"ranks per host: {local_world_size}, and {measured} when measured")
-        if device != self.hardware.device:
-            texts.append(f"tables are on {device}, and were on {self.hardware.device}")
-        if device == "cuda" == self.hardware.device and torch.cuda.is_available():
-            name = torch.cuda.get_device_name()
-            if self.hardware.processor and name != self.hardware.processor:
-                texts.append(f"GPUs are {name}, and were {self.hardware.processor}")
+    def differences(self, *, local_world_size: int, device: str, processor: str = "") -> list[str]:
+        """List the differences from the calibrated machines, in words.
+
+        Args:
+            local_world_size: ranks on each host.
+            device: ``"cpu"`` or ``"cuda"``.
+            processor: a rank's, by `processor_name`; empty if the machines aren't present.
+        """
+        calibrated, texts = self.hardware, []
+        if local_world_size != calibrated.ranks_per_host:
+            texts.append(
+                f"ranks per host: {local_world_size}, and {calibrated.ranks_per_host} when measured"
+            )
+        if device != calibrated.device:
+            texts.append(f"tables are on {device}, and were on {calibrated.device}")
+        elif (
+            processor
+            and calibrated.processor
+            and processor not in calibrated.processor.split(" and ")
+        ):
+            texts.append(f"the processor is {processor}, and was {calibrated.processor}")
         return texts
+
+
+def processor_name(device: torch.device) -> str:
+    """Return the name of this rank's GPU, empty if it has none, or of its host's processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
 def _per_ms(s_per_byte: float | None, shared_by: int = 1) -> float | None:

@@ -185,7 +185,7 @@ class Pipeline(enum.Enum):
     """`TrainPipelineRowPrefetch`: the next batch's rows travel as well."""
 
     def __str__(self) -> str:
-        return "no pipeline" if self is Pipeline.BASE else self.value.replace("_", " ")
+        return "no train pipeline" if self is Pipeline.BASE else self.value.replace("_", " ")
 
 
 IN_8_BITS = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)

@@ -7,9 +7,10 @@ Ranks read different blocks and sum their counts. Counters and statistics are in
 from collections.abc import Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.access.counter import RowCounter
@@ -50,6 +51,14 @@ class AccessConfig(Section):
 
     model: TrainedModelConfig = PlannedModelConfig()
     """The model, whose tables are counted; a DLRM has one for each feature."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_logged(cls, tree: Any) -> Any:
+        data = tree.get("data") if isinstance(tree, Mapping) else None
+        if isinstance(data, Mapping) and "kind" not in data:
+            raise ValueError("[data] has no kind, so it is drawn; give a config that reads a log")
+        return tree
 
 
 _COUNTED_DIM = 4

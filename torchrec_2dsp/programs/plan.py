@@ -300,6 +300,7 @@ def on_ranks(source: PlanConfig | RunToPlan, num_ranks: int) -> PlanConfig | Run
     machines = make_config(MachinesConfig, tree, "--ranks")
     if isinstance(source, PlanConfig):
         return source.model_copy(update={"machines": machines})
+    source.config.check_world(num_ranks)
     return replace(source, machines=machines)
 
 

@@ -26,13 +26,8 @@ import torch.distributed as dist
 from torchrec_2dsp._compat.versions import find_versions
 from torchrec_2dsp._version import __version__
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.cost.calibration import CALIBRATION_FORMAT, Calibration
-from torchrec_2dsp.cost.measuring.calibrate import (
-    calibrate,
-    check_world,
-    memory_bytes,
-    processor,
-)
+from torchrec_2dsp.cost.calibration import CALIBRATION_FORMAT, Calibration, processor_name
+from torchrec_2dsp.cost.measuring.calibrate import calibrate, check_world, memory_bytes
 from torchrec_2dsp.cost.measuring.clock import QUICK
 from torchrec_2dsp.cost.measuring.fit import unexplained
 from torchrec_2dsp.errors import CalibrationError
@@ -101,7 +96,7 @@ def facts_of_rank(device: torch.device, backend: str) -> dict[str, str]:
     """Return the facts that times on a rank depend on, apart from its neighbours."""
     versions = find_versions()
     return {
-        "processor": processor(device),
+        "processor": processor_name(device),
         # Rounded to three digits: a kernel reserves some megabytes more or less for itself.
         "memory": f"{memory_bytes(device):.2e}",
         "threads": str(torch.get_num_threads()),

@@ -1,7 +1,6 @@
 """Measure a network and its machines, and fit the constants behind the times."""
 
 import os
-import platform
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware, Kernels
+from torchrec_2dsp.cost.calibration import (
+    Calibration,
+    CollectiveTimes,
+    Hardware,
+    Kernels,
+    processor_name,
+)
 from torchrec_2dsp.cost.collectives import CollectiveCost
 from torchrec_2dsp.cost.measuring.clock import CAREFUL, Clock, Sampling
 from torchrec_2dsp.cost.measuring.collectives import measure_collectives
@@ -186,7 +191,7 @@ def _hardware(
     # TorchRec's kernels pin what they read from host memory; half of it stays the system's.
     in_host = memory_bytes(torch.device("cpu")) // 2 // local_world_size
     own = (
-        processor(device),
+        processor_name(device),
         memory_bytes(device) // num_sharing,
         in_host if device.type == "cuda" else 0,
     )
@@ -202,18 +207,6 @@ def _hardware(
         memory_bytes=min(num_bytes for _, num_bytes, _ in gathered),
         host_memory_bytes=min(num_bytes for *_, num_bytes in gathered),
     )
-
-
-def processor(device: torch.device) -> str:
-    """Return the name of a rank's GPU, or of its host's processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -8,13 +8,15 @@ from itertools import product
 from typing import Any, cast
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.calibration import Calibration, processor_name
 from torchrec_2dsp.cost.model import CostSetting, kept_bytes
 from torchrec_2dsp.cost.workload import (
     ASSUMED_SKEW,
@@ -162,8 +164,12 @@ class CostSearch:
         Warns if machines differ from the calibrated ones.
         """
         per_host = world.local_world_size
+        device = world.compute_device
         differences = self.calibration.differences(
-            local_world_size=per_host, device=world.compute_device
+            local_world_size=per_host,
+            device=device,
+            # Without a process group, the machines to plan for are others than this one.
+            processor=processor_name(torch.device(device)) if dist.is_initialized() else "",
         )
         if differences:
             logger.warning(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+import torch
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.calibration import Calibration, processor_name
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork, has_small_buckets, small_bucket_bytes
@@ -167,8 +168,12 @@ def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
     """Name the differences from the calibrated machines; empty without any."""
     if not config.calibration:
         return ""
+    device = config.schedule.device
     differences = Calibration.load(config.calibration).differences(
-        local_world_size=local_world_size, device=config.schedule.device
+        local_world_size=local_world_size,
+        device=device,
+        # Asking for a GPU's name would initialise it in this process, which forks.
+        processor=processor_name(torch.device(device)) if device == "cpu" else "",
     )
     if not differences:
         return ""

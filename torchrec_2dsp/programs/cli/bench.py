@@ -11,7 +11,7 @@ from rich.text import Text
 
 from torchrec_2dsp.programs.cli.console import (
     ProgressBars,
-    check_page,
+    check_output,
     set_option,
     show_written,
     shown_errors,
@@ -84,8 +84,7 @@ def _shown_bench(config: "BenchConfig", output: Path | None) -> "BenchResult":
     from torchrec_2dsp.programs.bench.program import calibration_warning, run_bench
 
     console = Console()
-    if output is not None:
-        check_page(output)
+    check_output(output, ".md")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if warning := calibration_warning(config, local_world_size):
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
@@ -207,7 +206,7 @@ def bench_report(
     from torchrec_2dsp.programs.bench.plots import draw_plots
     from torchrec_2dsp.programs.bench.results import BenchResult
 
-    check_page(output)
+    check_output(output, ".md")
     benches = [BenchResult.load(path) for path in results]
     # Read before anything is written: a report may be made again from its own copies.
     copies = [path.read_bytes() for path in results]

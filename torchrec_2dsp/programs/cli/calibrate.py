@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import check_writable, show_written, shown_errors
+from torchrec_2dsp.programs.cli.console import check_output, show_written, shown_errors
 from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
@@ -50,7 +50,11 @@ def calibrate(
         import torch
 
         if not rank:
-            check_writable(output)
+            check_output(output, ".toml")
+            if output.exists() and "[collectives" not in output.read_text():
+                raise ConfigError(
+                    f"{output} is no calibration, and would be overwritten; use another name"
+                )
         torch.set_num_threads(1)
         world = world_group()
         if world.size() == 1:

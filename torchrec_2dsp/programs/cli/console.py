@@ -111,11 +111,18 @@ def check_writable(output: Path | None) -> None:
         raise ConfigError(f"{output} can't be written: {why}") from error
 
 
-def check_page(output: Path, suffix: str = ".md") -> None:
+_KINDS = {
+    ".md": "Markdown page",
+    ".html": "HTML page",
+    ".json": "JSON file",
+    ".toml": "TOML file",
+}
+
+
+def check_output(output: Path | None, suffix: str) -> None:
     """Raise `ConfigError` if ``output`` doesn't end in ``suffix``, or can't be written."""
-    if output.suffix != suffix:
-        kind = "Markdown" if suffix == ".md" else "HTML"
-        raise ConfigError(f"{output} is no {kind} page; use a name that ends in {suffix}")
+    if output is not None and output.suffix != suffix:
+        raise ConfigError(f"{output} is no {_KINDS[suffix]}; use a name that ends in {suffix}")
     check_writable(output)
 
 

@@ -12,8 +12,7 @@ from rich.text import Text
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
-    check_page,
-    check_writable,
+    check_output,
     set_option,
     show_written,
     shown_errors,
@@ -87,11 +86,9 @@ def plan(
     from torchrec_2dsp.report.page import graph_objects
 
     quiet_upstream()
-    check_writable(output)
+    check_output(output, ".json")
+    check_output(html, ".html")
     if html is not None:
-        check_page(html, ".html")
-        if html == output:
-            raise ConfigError(f"--output and --html are both {html}; name two files")
         graph_objects()  # Reports a missing package before the search.
     console = Console()
     changes = _with_machines(overrides, calibration, ranks_per_host, world_size)
@@ -148,7 +145,6 @@ def simulate(
 
     torchrec-2dsp simulate --config demo --calibration emulated_1gbit --ranks 4,8,16
     """
-    from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.launch import quiet_upstream
     from torchrec_2dsp.programs.plan import on_ranks, planning, to_plan
 
@@ -161,9 +157,11 @@ def simulate(
     with ReadingProgress(console) as progress:
         source = to_plan(config, changes, run=only, progress=progress.show)
     simulated: list[tuple[int, Explanation, DenseChoices | None]] = []
-    for size in sorted(map(int, sizes)):
+    # All are checked before the first search.
+    sources = {size: on_ranks(source, size) for size in sorted(map(int, sizes))}
+    for size, sized in sources.items():
         with console.status(f"searching for {size:,} ranks"):
-            work = planning(on_ranks(source, size))
+            work = planning(sized)
             work.planner.search(work.model, work.sharders)
         simulated.append((size, work.planner.explain(), work.dense))
     show_simulated(simulated, console)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.console import (
-    check_page,
+    check_output,
     show_written,
     shown_errors,
 )
@@ -33,7 +33,7 @@ def report(
 
     contents = RunContents.read(run)
     path = run / "report.html" if output is None else output
-    check_page(path, ".html")
+    check_output(path, ".html")
     run_page(contents).write(path)
     show_written(Console(), path)
 
@@ -50,7 +50,8 @@ def train_study(
         str, typer.Option(help="Say how much of this run's gap to the reference the others close.")
     ] = "",
     only: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="Compare this run. Can be repeated.")
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Compare only this run. Can be repeated."),
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Quality",
 ) -> None:
@@ -58,11 +59,9 @@ def train_study(
     from torchrec_2dsp.programs.study import study_plot, study_report
     from torchrec_2dsp.programs.train.record import TrainRecord, joined
 
-    check_page(output)
-    for option, name in (("--reference", reference), ("--baseline", baseline)):
-        if only and name and name not in only:
-            raise ConfigError(f"{option} {name} is left out by --only; add --only {name}")
-    compared = [record.only(only or []) for record in joined(list(map(TrainRecord.load, records)))]
+    check_output(output, ".md")
+    names = [name for name in (reference, baseline, *only) if name] if only else []
+    compared = [record.only(names) for record in joined(list(map(TrainRecord.load, records)))]
     data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(compared) + 1)]
     plot = output.with_suffix(".svg")
     sources = {path.resolve() for path in records}

@@ -13,7 +13,7 @@ from rich.console import Console
 from torchrec_2dsp.errors import RankError
 from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
-    check_writable,
+    check_output,
     set_option,
     show_written,
     shown_errors,
@@ -148,7 +148,7 @@ def _writers(config: "TrainConfig", output: Path | None) -> "list[TrainWatcher]"
     from torchrec_2dsp.programs.config.section import named_in_config
     from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainWatcher
 
-    check_writable(output)
+    check_output(output, ".json")
     writers: list[TrainWatcher] = []
     if config.output.folder:
         writers.append(RunFolder(config.output.folder, config))

@@ -291,8 +291,10 @@ def _may_happen(case: Case, event: str) -> bool:
     if event in ("peek", "abandon"):
         # A pipeline's forward adds to gradients already.
         takes = case.loop == "plain" and case.dense.kind != "pipelined"
-        # Under `no_sync`, torch's DDP goes on with the unused parameters of an abandoned forward.
-        is_stale = event == "abandon" and case.dense.shortcut and case.accumulated > 1
+        # Under `no_sync`, torch's DDP goes on with an abandoned forward: its unused parameters,
+        # and a reduction after the next batch.
+        goes_on = case.dense.shortcut or case.dense.kind == "thresholded"
+        is_stale = event == "abandon" and case.accumulated > 1 and goes_on
         return takes and not is_stale
     if event.startswith("unfreeze"):
         # Pipelines and their optimizers would have to be rebuilt.

@@ -1,8 +1,10 @@
 """Calibration, equal on all ranks, and by the command."""
 
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import Popen
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +17,11 @@ import torchrec_2dsp as tdsp
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.measuring.calibrate import calibrate
 from torchrec_2dsp.cost.measuring.clock import Clock, Sampling
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.machine import foreign_load_now
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds, measure_link_speeds
 
@@ -102,6 +106,18 @@ def test_the_command_keeps_a_file_that_is_no_calibration(tmp_path: Path) -> None
     assert done.returncode != 0
     assert f"{config} is no calibration, and would be overwritten" in done.stderr
     assert config.read_text() == "[data]\n"
+
+
+def foreign(rank: int, world_size: int) -> float:
+    return foreign_load_now(world_group())
+
+
+def test_a_busy_machine_is_noticed_before_measuring(ranks2: RankPool) -> None:
+    with Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            assert min(ranks2.run(foreign)) > 0.4
+        finally:
+            other.kill()
 
 
 def test_an_unknown_device(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.process import Place
@@ -64,6 +65,21 @@ def foreign_load(
         own = sum(end.own_s - start.own_s for start, end in here)
         loads[machine] = max(0.0, busy - own) / seconds
     return max(loads.values())
+
+
+def foreign_load_now(world: dist.ProcessGroup, seconds: float = 0.5) -> float:
+    """Return the number of cores that other programs keep busy while the ranks sleep.
+
+    Collectives:
+        Two all-gathers of objects.
+    """
+    dist.barrier(world)
+    loads = []
+    for pause in (0.0, seconds):
+        time.sleep(pause)
+        loads.append([MachineLoad("", 0.0, 0.0)] * world.size())
+        dist.all_gather_object(loads[-1], load([os.getpid()]), group=world)
+    return foreign_load(*loads, seconds)
 
 
 def _process_ticks(pid: int) -> int:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torchrec_2dsp.cost.collectives import CollectiveCost
 
 
+_MAX_FOREIGN_LOAD = 0.5
+"""More busy cores than this cause a warning."""
+
+
 @shown_errors()
 def calibrate(
     output: Annotated[
@@ -41,6 +45,7 @@ def calibrate(
     from torchrec_2dsp.cost.measuring.clock import CAREFUL
     from torchrec_2dsp.cost.measuring.fit import unexplained
     from torchrec_2dsp.errors import CalibrationError, ConfigError
+    from torchrec_2dsp.programs.bench.machine import foreign_load_now
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
     if device not in ("cpu", "cuda"):
@@ -63,6 +68,13 @@ def calibrate(
             )
         local_world_size = get_local_size(world.size())
         console = Console(quiet=rank != 0)
+        if (foreign := foreign_load_now(world)) > _MAX_FOREIGN_LOAD:
+            console.print(
+                f"warning: other programs keep {foreign:.1f} cores busy; constants will be wrong, "
+                "or be refused at the end",
+                style="yellow",
+                soft_wrap=True,
+            )
         with console.status("") as status:
             shown = set()
 

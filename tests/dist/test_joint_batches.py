@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from tests.support.dense_training import cell_of
 from tests.support.models import make_batch
 from tests.support.ranks import RankPool, error_of, error_text
-from torchrec_2dsp.dense.sharded_parts import JointBatch
+from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import UnsupportedError
 
 pytestmark = pytest.mark.dealt_file
@@ -34,6 +34,7 @@ class Sums(nn.Module):
         jagged, keyed = more["jagged"], more["keyed"]
         samples = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
         sums = torch.zeros(rows.shape[0]).index_add(0, samples, jagged.values())
+        sums += more["number"]
         return {"sums": [scale * self.weight * (rows.sum(1) + sums + keyed["f"].sum(1))]}
 
 
@@ -48,6 +49,8 @@ def gather_and_take_back(rank: int, world_size: int, sizes: list[int]) -> None:
     given = {
         "jagged": JaggedTensor(values, lengths=lengths),
         "keyed": KeyedTensor(["f"], [2], keyed),
+        # gloo doesn't know this type.
+        "number": torch.full((size,), rank, dtype=torch.int16),
     }
     alone, joint = Sums(), Sums()
     group = torch.distributed.group.WORLD

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
@@ -215,6 +216,8 @@ def around_training(rank: int, world_size: int, case: Case) -> list[str]:
     errors.append(error_of(lambda: parallel(wrong)))
     parallel.train()
     errors.append(error_of(lambda: parallel(wrong)))
+    errors.append(error_of(lambda: checkpoint(parallel, batches[0], use_reentrant=False)))
+    assert errors.pop().startswith("UnsupportedError: a lookup behind id maps is inside torch")
     right = batches[0]
     short = KeyedJaggedTensor(right.keys(), right.values(), lengths=right.lengths()[1:])
     errors.append(error_of(lambda: parallel(short if rank == 1 else right)))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, cell_of, model_of
@@ -27,7 +28,7 @@ from tests.support.pipelining import (
     step_of,
 )
 from tests.support.ranks import RankPool, error_of, error_text
-from torchrec_2dsp.dense.sharded_parts import JointBatch
+from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
 
 pytestmark = pytest.mark.dealt_file
@@ -239,12 +240,19 @@ def call_past_parts(rank: int, world_size: int, wrapper: str) -> list[str]:
     width = model.over.in_features
     model.tower = Recomputed(nn.Linear(width, 4), nn.Linear(4, width))
     model.tower.norm = nn.LayerNorm(width)
+    # gloo doesn't know this type.
+    number = torch.tensor(rank, dtype=torch.int16)
+    model.tower.register_buffer("number", number, persistent=False)
+    old: torch.Tensor = model.tower[0].weight
     dense: Any = tdsp.FullyShardedDense()
     if wrapper == "TensorParallelDense":
         dense = tdsp.TensorParallelDense(SPLITTING, tp=2)
     parallel: Any = shard(cell, model=model, data_parallel_wrapper=dense)
     layers = parallel.module.tower
     rows = torch.ones(3, width, requires_grad=True)
+    assert layers.number.item() == 0
+    text = error_text(lambda: old.square().sum().backward(), UnsupportedError)
+    assert text.startswith(f"'tower.0.weight' got a gradient as it was before {wrapper} sharded")
 
     def fail() -> None:
         with pytest.raises(TypeError):
@@ -278,6 +286,35 @@ def test_layers_called_past_their_part_are_refused(
             "'tower' itself, whose forward may call its layers"
             for layer in ("0", "norm")
         ]
+
+
+class Keyed(nn.Linear):
+    """A layer whose result is no tensor."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return KeyedTensor(["f"], [self.out_features], super().forward(input))
+
+
+def return_keyed(rank: int, world_size: int) -> list[str]:
+    """Return the errors of a part with such a layer, with and without a second gathering."""
+    cell, texts = cell_of(world_size), list[str]()
+    for reshards in (True, False):
+        model: Any = build(cell.spec)
+        model.keyed = Keyed(2, 2)
+        dense = tdsp.FullyShardedDense(reshard_after_forward=reshards)
+        part = cast(Any, shard(cell, model=model, data_parallel_wrapper=dense).module).keyed
+        texts.append(error_of(lambda part=part: part(torch.ones(1, 2)).values().sum().backward()))
+        with torch.no_grad():
+            part(torch.ones(1, 2))
+    return texts
+
+
+def test_results_whose_backward_would_find_no_weights_are_refused(ranks4: RankPool) -> None:
+    for refused, passed in ranks4.run(return_keyed):
+        assert refused.startswith(
+            "UnsupportedError: 'keyed' returns a KeyedTensor without a tensor"
+        )
+        assert passed == ""
 
 
 IN_BACKWARD = {

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchrec.optim import SemisyncOptimizer
@@ -266,6 +267,8 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 
     other = shard(cell)
     refuse("other model", lambda: load(tdsp.TrainState(other)))
+    both = cast(Any, nn.ModuleList([model, other]))
+    refuse("same names", lambda: tdsp.TrainState(both))
     save = tdsp.save_checkpoint
     refuse("not plain", lambda: tdsp.TrainState(model, things={"a": {1, 2}}).state_dict())
     share = DTensor.from_local(torch.ones(1), init_device_mesh("cpu", (world_size,)))
@@ -297,6 +300,8 @@ def _local(model: Any) -> dict[str, torch.Tensor]:
 TEXTS = {
     "no train state": "CheckpointError: {folder}/without has no train state, because it was saved "
     "without train_state=...; load it without one, and set the TrainState's step yourself",
+    "same names": "ConfigError: a TrainState saves state by table name, and several tables are "
+    "called 't0'; rename one",
     "too few": "CheckpointError: the train state was saved with 'position'; make the TrainState "
     "with position=...",
     "too many": "CheckpointError: the train state was saved without 'more'; make the TrainState "

@@ -17,8 +17,8 @@ from torchrec_2dsp.codecs.rows import IntegerRows
 from torchrec_2dsp.codecs.sparse import ErrorFeedback
 from torchrec_2dsp.dense.delayed_dense import LateGradients
 from torchrec_2dsp.dense.gradient_sums import UnusedParameters
+from torchrec_2dsp.dense.joint_batch import _OwnRows
 from torchrec_2dsp.dense.pipelined.engine import LayerStage
-from torchrec_2dsp.dense.sharded_parts import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
 from torchrec_2dsp.replicas.synced_shard import TableShard

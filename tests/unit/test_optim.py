@@ -30,6 +30,7 @@ from torchrec_2dsp._compat.torchrec import InBackwardOptimizers, in_backward_opt
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer, to_kernel_units
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.rows.update import RULES_WITHOUT_KERNEL, DirectLookup
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 from torchrec_2dsp.shard.optimizers import (
@@ -413,6 +414,25 @@ def test_a_row_that_rests_has_the_iteration_of_all() -> None:
         root = math.sqrt(second / (1 - beta2**step)) + eps
         weight -= rate * first / (1 - beta1**step) / root
     torch.testing.assert_close(tbe.split_embedding_weights()[0][2], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_an_accumulated_step_counts_once_if_a_backward_comes() -> None:
+    tbe = ruled_tbe(EmbOptimType.ADAM)
+    capture = RowCapture(tbe, ["t"])
+
+    def looked_up() -> torch.Tensor:
+        batch = torch.tensor([1]), torch.tensor([0, 1])
+        return capture.lookup(without_update(tbe, lambda: tbe(*batch), is_training=True), None)
+
+    for num_steps, has_backward in ((1, True), (1, False), (2, True)):
+        capture.accumulate()
+        looked_up()
+        output = looked_up()
+        if has_backward:
+            output.sum().backward()
+        steps = [pending.gradients().step.iteration for pending in capture.take()]
+        assert steps == ([num_steps] if has_backward else [])
+        assert iteration_of(tbe) == num_steps
 
 
 def test_evaluations_count_no_iteration() -> None:

@@ -105,6 +105,22 @@ def all_gather_ragged(
     return start_all_to_all_ragged([local] * len(sizes), sizes, group).by_rank()
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as bytes, which gloo sends whatever the type."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give all ranks the first rank's tensor.
+
+    Collectives:
+        A broadcast, waited for.
+    """
+    data = tensor.detach()
+    data = as_bytes(data) if data.is_contiguous() else data
+    dist.broadcast(data, group_src=0, group=group)
+
+
 _ALIGNMENT = 8
 """Tensors start at multiples of this many bytes, whatever their type."""
 
@@ -134,7 +150,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     parts = []
     for tensor in tensors:
-        data = tensor.contiguous().view(-1).view(torch.uint8)
+        data = as_bytes(tensor.contiguous())
         parts += [data, data.new_zeros(-data.numel() % _ALIGNMENT)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 

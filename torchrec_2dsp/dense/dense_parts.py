@@ -43,6 +43,7 @@ from torchrec_2dsp._compat.tensors import (
 )
 from torchrec_2dsp._compat.torchrec import clipped_as_whole, in_backward_optimizers
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.collectives import broadcast_first
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError, InputError, TwoDError, UnsupportedError
 from torchrec_2dsp.mesh import divisors
@@ -166,6 +167,25 @@ def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Modu
     model.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check), prepend=True)
 
 
+def refuse_replaced(before: Mapping[str, nn.Parameter], model: nn.Module, wrapper: str) -> None:
+    """Raise in a backward that reaches parameters from before the model was sharded.
+
+    A loss may have collected them then, for a penalty; their gradients would train nothing.
+    """
+    kept = {id(param) for param in model.parameters()}
+
+    def refuse(name: str, _: torch.Tensor) -> None:
+        raise UnsupportedError(
+            f"{name!r} got a gradient as it was before {wrapper} sharded the model, and nothing "
+            "trains that parameter now; collect parameters, such as a penalty's, from the sharded "
+            "model"
+        )
+
+    for name, param in before.items():
+        if param.requires_grad and id(param) not in kept:
+            param.register_post_accumulate_grad_hook(functools.partial(refuse, name))
+
+
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:
     """Return the ranks over which a wrapper runs the dense part."""
     if env.process_group is None:
@@ -182,7 +202,7 @@ def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
         A broadcast per parameter and buffer.
     """
     for tensor in (*part.parameters(), *part.buffers()):
-        dist.broadcast(tensor.detach(), group_src=0, group=group)
+        broadcast_first(tensor, group)
 
 
 def draw_seed() -> int:

@@ -26,10 +26,11 @@ from torchrec_2dsp.dense.dense_parts import (
     dense_parts,
     group_of,
     refuse_later_changes,
+    refuse_replaced,
     styles_by_part,
 )
+from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.dense.sharded_parts import (
-    JointBatch,
     OwnCalls,
     Unit,
     check_callable,
@@ -82,6 +83,7 @@ class FullyShardedDense(DataParallelWrapper):
         """
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
+        before = dict(model.named_parameters())
         with agreeing(group) as facts:
             check_embeddings(model, "FullyShardedDense")
             parts = dict(dense_parts(model, "FullyShardedDense"))
@@ -108,6 +110,7 @@ class FullyShardedDense(DataParallelWrapper):
             mp_policy=self._precision,
         )
         refuse_later_changes(model, "FullyShardedDense")
+        refuse_replaced(before, model, "FullyShardedDense")
 
     def _check_kinds(self, parts: Mapping[str, nn.Module]) -> None:
         modules = [module for part in parts.values() for module in part.modules()]
@@ -158,6 +161,7 @@ class TensorParallelDense(DataParallelWrapper):
         """
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
+        before = dict(model.named_parameters())
         with agreeing(group) as facts:
             check_embeddings(model, "TensorParallelDense")
             parts = dict(dense_parts(model, "TensorParallelDense"))
@@ -194,6 +198,7 @@ class TensorParallelDense(DataParallelWrapper):
             OwnCalls(unit, "TensorParallelDense joins the ranks' batches")
         without_shares = [parts[name] for name in plans] if mesh.dp == 1 else []
         refuse_later_changes(model, "TensorParallelDense", without_shares)
+        refuse_replaced(before, model, "TensorParallelDense")
 
     def _check_parts(
         self,

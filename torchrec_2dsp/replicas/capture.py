@@ -73,13 +73,13 @@ class RowCapture:
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: dict[int, list[PendingGradients]] = {}
         """The lookups' gradients, by backward."""
-        self._is_accumulating = False
+        self._is_accumulating, self._num_steps = False, 0
         # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
     def accumulate(self) -> None:
         """Merge all backwards until the next `take`, which then announces them to the peers."""
-        self._is_accumulating = True
+        self._is_accumulating, self._num_steps = True, iteration_of(self.tbe)
 
     def lookup(self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None) -> torch.Tensor:
         """Run a forward whose backward is captured, and return its output.
@@ -131,7 +131,10 @@ class RowCapture:
         by_backward, self._pending = list(self._pending.values()), {}
         if self._is_accumulating:
             together = list(chain.from_iterable(by_backward))
-            pending, self._is_accumulating = [self._added_up(together)] if together else [], False
+            pending = [self._added_up(together)] if together else []
+            self._is_accumulating = False
+            if not together:
+                set_iteration(self.tbe, self._num_steps)
         else:
             pending = [
                 self._added_up(lookups) if lookups[1:] else lookups[0] for lookups in by_backward
@@ -147,11 +150,15 @@ class RowCapture:
         """Sum several lookups' gradients into one step of the kernel."""
         # One forward's backwards come in reverse order.
         lookup = min((part.lookup for part in pending), key=lambda lookup: lookup.iteration)
-        set_iteration(self.tbe, lookup.iteration)
+        iteration = lookup.iteration
+        if self._is_accumulating:
+            # Earlier lookups of the step may have no backward.
+            iteration = min(iteration, self._num_steps + 1)
+        set_iteration(self.tbe, iteration)
         parts = zip(*(part.blocks for part in pending), strict=True)
         blocks = [added_up(of_block) for of_block in parts]
         announcement = self._announce([block.keys for block in blocks])
-        lookup = TrackedLookup(lookup.rows, lookup.iteration, announcement)
+        lookup = TrackedLookup(lookup.rows, iteration, announcement)
         return PendingGradients(blocks, lookup, self._divisor)
 
     def _announce(self, keys: Sequence[torch.Tensor]) -> Announcement:

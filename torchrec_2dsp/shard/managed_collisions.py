@@ -30,6 +30,7 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.id_maps import NO_HISTORY, History, IdMap, id_map_of
 from torchrec_2dsp._compat.shardings import distributed_again
+from torchrec_2dsp._compat.tensors import is_checkpointed
 from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp._compat.wrapped_collections import (
     MAP_NAMES,
@@ -180,6 +181,11 @@ class ShardedManagedCollisions2D(TablesAndMore):
         Collectives:
             `IdsOfWorld.gathered`'s, then the tables'.
         """
+        if self._managed_collision_collection.training and is_checkpointed():
+            raise UnsupportedError(
+                "a lookup behind id maps is inside torch.utils.checkpoint, whose recomputation "
+                "would show the batch to the maps again; look up outside of it"
+            )
         ctx.given = features
         with record_function(_LABEL):
             ctx.mapped = self._mapped(ctx, features)

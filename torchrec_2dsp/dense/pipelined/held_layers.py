@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchrec_2dsp.comms.collectives import broadcast_first
 from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers
 from torchrec_2dsp.dense.pipelined.links import PipelineGroups
@@ -85,7 +86,7 @@ class HeldLayers(ABC):
         """
         for stage in self._stages if self._groups.mesh.dp > 1 else ():
             for buffer in stage.modules.buffers():
-                dist.broadcast(buffer, group_src=0, group=self._groups.copies)
+                broadcast_first(buffer, self._groups.copies)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients held here, as local tensors."""

@@ -25,6 +25,7 @@ from torchrec_2dsp.dense.dense_parts import (
     dense_parts,
     group_of,
     refuse_later_changes,
+    refuse_replaced,
     styles_by_part,
 )
 from torchrec_2dsp.dense.pipelined.cut_stack import CutStack, PipelineTimes, gather_times
@@ -157,6 +158,7 @@ class PipelinedDense(DataParallelWrapper):
         """
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
+        before = dict(model.named_parameters())
         with agreeing(group) as facts:
             if self._groups is not None:
                 raise ConfigError("this PipelinedDense has a model already; make another one")
@@ -211,6 +213,7 @@ class PipelinedDense(DataParallelWrapper):
         self._others = [unit.module for unit in others]
         shard_units(others, everyone, "PipelinedDense")
         refuse_later_changes(model, "PipelinedDense", stacks.values())
+        refuse_replaced(before, model, "PipelinedDense")
 
     def _checked_parts(self, model: nn.Module) -> tuple[dict[str, LayerStack], list[Unit]]:
         """Return the stacks, and the other dense units, unless they can't be run this way."""

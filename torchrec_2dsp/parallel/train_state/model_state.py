@@ -23,7 +23,7 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp._compat.id_maps import History
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.errors import CheckpointError, PlanError
+from torchrec_2dsp.errors import CheckpointError, ConfigError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.managed_collisions import managed_collisions
@@ -39,6 +39,16 @@ def complete_model(model: nn.Module) -> None:
     """
     for tables in sharded_tables(model):
         tables.complete_state()
+
+
+def check_names(model: nn.Module) -> None:
+    """Raise `ConfigError` unless tables, by whose names state is saved, have different names."""
+    names = [name for tables in sharded_tables(model) for name in tables.table_names]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"a TrainState saves state by table name, and several tables are called {repeated[0]!r}"
+            "; rename one"
+        )
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:

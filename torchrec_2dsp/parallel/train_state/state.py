@@ -159,6 +159,7 @@ class TrainState:
             check_clipping(model, optimizer)
         for name, member in members.items():
             check_member(name, member)
+        model_state.check_names(model)
         self.model = model
         """The model that the run trains."""
         self.optimizer = optimizer

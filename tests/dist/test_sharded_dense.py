@@ -243,7 +243,7 @@ def call_past_parts(rank: int, world_size: int, wrapper: str) -> list[str]:
     # gloo doesn't know this type.
     number = torch.tensor(rank, dtype=torch.int16)
     model.tower.register_buffer("number", number, persistent=False)
-    old: torch.Tensor = model.tower[0].weight
+    old: Any = model.tower[0].weight
     dense: Any = tdsp.FullyShardedDense()
     if wrapper == "TensorParallelDense":
         dense = tdsp.TensorParallelDense(SPLITTING, tp=2)

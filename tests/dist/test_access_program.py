@@ -205,7 +205,7 @@ def test_hosts_with_other_files_are_told(ranks2: RankPool, tmp_path: Path, case:
 
 
 def test_drawn_data_is_no_log() -> None:
-    with pytest.raises(ConfigError, match="so it is drawn; give a config that reads a log"):
+    with pytest.raises(ConfigError, match="so it is synthetic and has no files to count; give"):
         load_config(AccessConfig, "demo")
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
+from tests.support.programs import python
 from torchrec_2dsp.errors import ConfigError, OutputError, RankError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.console import show_written, shown_errors
+from torchrec_2dsp.programs.cli.export import show_export
 from torchrec_2dsp.programs.cli.train import saying_how_to_go_on
 from torchrec_2dsp.programs.cluster.emulated_cluster import rank_environment
 from torchrec_2dsp.programs.config.config_file import (
@@ -27,6 +30,7 @@ from torchrec_2dsp.programs.config.config_file import (
     load_config,
     with_absolute_paths,
 )
+from torchrec_2dsp.programs.export.export import ExportRecord
 from torchrec_2dsp.programs.launch import take_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +113,27 @@ def test_a_cluster_needs_time(seconds: str) -> None:
     assert (result.exit_code, result.stderr) == (2, text)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--link", "3foo", "--check", "--processor-per-rank"), "--link='3foo' is not a rate"),
+        (("--hosts", "0", "--check"), "--hosts=0 is not a positive integer"),
+        ((), "nothing to do"),
+    ],
+)
+def test_a_cluster_checks_its_options_before_it_loads_torch(
+    options: Sequence[str], text: str
+) -> None:
+    program = (
+        "import sys; from torchrec_2dsp.programs.cli.app import app\n"
+        "try: app(['cluster', *sys.argv[1:]])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = python("-c", program, *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {text}"), done.stderr
+
+
 def test_a_cluster_that_cannot_be_is_left_out_if_the_user_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -130,6 +155,31 @@ def test_ranks_of_a_cluster_find_this_package_and_no_part_of_it(
     paths = rank_environment("emulated", "")["PYTHONPATH"].split(os.pathsep)
     assert paths[-1] == "theirs"
     assert all((Path(path) / "torchrec_2dsp").is_dir() for path in paths[:-1])
+
+
+@pytest.mark.parametrize(
+    ("worse_by", "text"),
+    [(-1.21e-5, "ne is better by 1.21e-05;"), (1.21e-5, "ne is worse by 1.21e-05;")],
+)
+def test_an_export_that_serves_better_is_called_better(
+    worse_by: float, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = ExportRecord(
+        run="main",
+        checkpoint="last/10",
+        num_samples=40,
+        largest_difference=0.01,
+        trained={"ne": 0.9},
+        served={"ne": 0.9 + worse_by},
+        metric="ne",
+        worse_by=worse_by,
+        max_loss=0.001,
+        table_bytes=4,
+        served_table_bytes=1,
+        environment={},
+    )
+    show_export(record, Console(width=500))
+    assert text in capsys.readouterr().out
 
 
 def test_the_help_of_access_names_the_section() -> None:

@@ -219,6 +219,7 @@ def test_a_plan_is_printed_held_against_torchrecs_and_written(tmp_path: Path) ->
 def test_what_else_was_found_is_told_apart() -> None:
     result = explained()
     others = result.other_rows().rows
+    assert all(float(row[2]) > 0 for row in others)
     labels = [row[0] for row in others if not row[0].endswith("placed")]
     assert len(labels) == len(result.front)
     plan = replace(result.front[0], setting=result.setting, seconds=result.cost.total_s)

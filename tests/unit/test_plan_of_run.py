@@ -73,9 +73,12 @@ def test_a_log_is_planned_from_an_empty_folder(tmp_path: Path) -> None:
     assert "The run 'main': 40 samples per step on 4 ranks, 2 per host." in text
     assert "batch 10 per rank" in text
     assert "TorchRec's planner, given the same bandwidths" in text
-    assert "--set runs.planned.plan=plan.json --only planned" in text
-    code, text = run("plan", "--output", "plan.json", "--set", "model.dense_layers=[8, 4]")
+    started = "to train by it: torchrun ... -m torchrec_2dsp train --config mine.toml"
+    assert f"{started} --set runs.planned.plan=plan.json --only planned" in text
+    changes = ("--set", "model.dense_layers=[8, 4]", "--world-size", "2")
+    code, text = run("plan", "--output", "plan.json", *changes)
     assert code == 0, text
+    assert "torchrun --standalone --nproc-per-node 2 -m torchrec_2dsp train --config" in text
     assert "--set 'model.dense_layers=[8, 4]' --set runs.planned.plan=plan.json --only" in text
     plan = load("plan.json")
     names = {name for _, part in plan.modules() for name, _ in part.tables()}

@@ -152,8 +152,9 @@ class Explanation:
     room: Room
     """The memory that each rank has for tables and buffers."""
 
-    meshes: Sequence[tuple[str, float]]
-    """The meshes on which tables were placed, with their steps; the first is the plan's."""
+    meshes: Sequence[tuple[str, float, float]]
+    """The meshes on which tables were placed, with their steps and the fullest rank's bytes; the
+    first is the plan's."""
 
     front: Sequence[Tried]
     """The attempts that no other attempt beats in both time and memory."""
@@ -227,7 +228,7 @@ class Explanation:
             f"{milliseconds(part)} {name.replace('_', ' ')}" for name, part in longest
         )
         yield f"  a step should take {milliseconds(self.cost.total_s)} ms, with {parts}"
-        for where, seconds in self.meshes[1:2]:
+        for where, seconds, _ in self.meshes[1:2]:
             yield f"  next best: {milliseconds(seconds)} ms with {where}"
         yield from (f"  {sentence}" for sentence in (self.advice, self.caveat) if sentence)
 
@@ -266,7 +267,10 @@ class Explanation:
     def other_rows(self) -> Table:
         """Return a row for each placement and each attempt on the front, except the plan."""
         others, plan = self.meshes[1:], (str(self.setting), milliseconds(self.cost.total_s))
-        placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in others]
+        placed = [
+            (f"{mesh}, placed", milliseconds(seconds), _gigabytes(num_bytes))
+            for mesh, seconds, num_bytes in others
+        ]
         front = [
             (
                 # Its shards haven't been placed; with few tables that may be impossible.
@@ -426,7 +430,10 @@ def explain(result: SearchResult) -> Explanation:
         ids_by_rank=ids,
         bytes_by_rank=best.bytes_by_rank,
         room=result.room,
-        meshes=[(placed.where, placed.cost.total_s) for placed in result.placements],
+        meshes=[
+            (placed.where, placed.cost.total_s, float(placed.bytes_by_rank.max(initial=0.0)))
+            for placed in result.placements
+        ],
         front=pareto_front(result.tried),
     )
 

@@ -57,7 +57,10 @@ class AccessConfig(Section):
     def _check_logged(cls, tree: Any) -> Any:
         data = tree.get("data") if isinstance(tree, Mapping) else None
         if isinstance(data, Mapping) and "kind" not in data:
-            raise ValueError("[data] has no kind, so it is drawn; give a config that reads a log")
+            raise ValueError(
+                "[data] has no kind, so it is synthetic and has no files to count; give a config "
+                "with a log"
+            )
         return tree
 
 

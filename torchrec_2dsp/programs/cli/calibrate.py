@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.console import check_output, show_written, shown_errors
 from torchrec_2dsp.report.table import MISSING, Table
 
@@ -44,7 +45,7 @@ def calibrate(
     from torchrec_2dsp.cost.measuring.calibrate import calibrate as measure
     from torchrec_2dsp.cost.measuring.clock import CAREFUL
     from torchrec_2dsp.cost.measuring.fit import unexplained
-    from torchrec_2dsp.errors import CalibrationError, ConfigError
+    from torchrec_2dsp.errors import CalibrationError
     from torchrec_2dsp.programs.bench.machine import foreign_load_now
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
@@ -55,11 +56,7 @@ def calibrate(
         import torch
 
         if not rank:
-            check_output(output, ".toml")
-            if output.exists() and "[collectives" not in output.read_text():
-                raise ConfigError(
-                    f"{output} is no calibration, and would be overwritten; use another name"
-                )
+            _check_output(output)
         torch.set_num_threads(1)
         world = world_group()
         if world.size() == 1:
@@ -68,13 +65,7 @@ def calibrate(
             )
         local_world_size = get_local_size(world.size())
         console = Console(quiet=rank != 0)
-        if (foreign := foreign_load_now(world)) > _MAX_FOREIGN_LOAD:
-            console.print(
-                f"warning: other programs keep {foreign:.1f} cores busy; constants will be wrong, "
-                "or be refused at the end",
-                style="yellow",
-                soft_wrap=True,
-            )
+        _warn_of_load(foreign_load_now(world), console)
         with console.status("") as status:
             shown = set()
 
@@ -95,6 +86,22 @@ def calibrate(
         show_calibration(calibration, console)
         calibration.save(output)
         show_written(console, output)
+
+
+def _check_output(output: Path) -> None:
+    check_output(output, ".toml")
+    if output.exists() and "[collectives" not in output.read_text():
+        raise ConfigError(f"{output} is no calibration, and would be overwritten; use another name")
+
+
+def _warn_of_load(num_cores: float, console: Console) -> None:
+    if num_cores > _MAX_FOREIGN_LOAD:
+        console.print(
+            f"warning: other programs keep {num_cores:.1f} cores busy; constants will be wrong, or "
+            "be refused at the end",
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def show_calibration(calibration: "Calibration", console: Console) -> None:

@@ -70,11 +70,12 @@ def show_export(record: "ExportRecord", console: Console) -> None:
         for name, value in record.trained.items()
     ]
     console.print(Table(("metric", "as trained", "as served"), rows, words={"metric"}))
+    change = f"{'better' if record.worse_by < 0 else 'worse'} by {abs(record.worse_by):.2e}"
     megabytes = record.table_bytes / 1e6, record.served_table_bytes / 1e6
     console.print(
         Text(
             f"{record.num_samples:,} held-out samples; the largest difference between scores is "
-            f"{record.largest_difference:.2e}. {record.metric} is worse by {record.worse_by:.2e}; "
+            f"{record.largest_difference:.2e}. {record.metric} is {change}; "
             f"up to {record.max_loss:g} is allowed. Tables: {megabytes[0]:,.2f} MB trained, "
             f"{megabytes[1]:,.2f} MB served."
         )

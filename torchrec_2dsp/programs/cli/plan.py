@@ -110,8 +110,12 @@ def plan(
     if output is not None and work.title:
         values = [*of_training(changes), f"runs.{OPEN_RUN}.plan={output}"]
         sets = " ".join(f"--set {quote(value)}" for value in values)
+        machines = source.machines
+        is_one_host = machines.num_ranks <= machines.ranks_per_host
+        ranks = f"--standalone --nproc-per-node {machines.num_ranks}" if is_one_host else "..."
         how = f"train --config {quote(config)} {sets} --only {OPEN_RUN}"
-        console.print(Text(f"to train by it: {how}"), soft_wrap=True)
+        text = f"to train by it: torchrun {ranks} -m torchrec_2dsp {how}"
+        console.print(Text(text), soft_wrap=True)
 
 
 def _with_machines(

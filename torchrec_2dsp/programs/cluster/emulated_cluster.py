@@ -15,12 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
-from torchrec_2dsp.programs import dilation
 from torchrec_2dsp.programs.cluster.kernel import (
     CONGESTION_CONTROL,
     ClusterConfigError,
@@ -258,12 +257,18 @@ class EmulatedCluster:
         """The number of hosts."""
         self.ranks_per_host = ranks_per_host
         """The number of ranks per host."""
-        self.dilation = dilation.dilation_for(hosts * ranks_per_host) if processor_per_rank else 1.0
+        self.link = Link.parse(link, delay_ms)
+        """The link between hosts."""
+        self.dilation = 1.0
         """The factor by which time passes slower for ranks."""
+        if processor_per_rank:
+            # Loads torch, which takes seconds: not before the arguments are checked.
+            from torchrec_2dsp.programs.dilation import dilation_for
+
+            self.dilation = dilation_for(hosts * ranks_per_host)
+            self.link = replace(self.link, dilation=self.dilation)
         self.processor_per_rank = processor_per_rank
         """True if ranks run as if each had its own processor."""
-        self.link = Link.parse(link, delay_ms, self.dilation)
-        """The link between hosts."""
         self._network = Network(hosts, self.link)
         self._run_numbers = itertools.count()
 
@@ -286,6 +291,8 @@ class EmulatedCluster:
         self._check_is_up()
         environment = rank_environment(self.describe(), self.launcher())
         if self.dilation > 1.0:
+            from torchrec_2dsp.programs import dilation
+
             command = ["-m", dilation.__name__, *command]
             environment[dilation.VARIABLE] = str(self.dilation)
         return self._launch(command, environment, timeout_s)

@@ -92,6 +92,15 @@ def test_a_wide_layer_is_measured_to_take_longer() -> None:
         assert torch.equal(value, before[name])
 
 
+def test_a_measurement_changes_no_statistics_and_draws_no_numbers() -> None:
+    stack = tdsp.LayerStack([nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)], Square())
+    before = {name: value.clone() for name, value in stack.state_dict().items()}
+    inputs, generator = torch.rand(8, 4), torch.get_rng_state()
+    measure_layers(stack, inputs, [inputs])
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[name]) for name, value in stack.state_dict().items())
+
+
 def test_impossible_cuts_are_refused() -> None:
     errors: list[tuple[Any, str]] = [
         (lambda: check_cuts([2], 4, 3), "cuts=[2] make 2 stages, not num_stages=3; give the first"),

@@ -1,7 +1,8 @@
 """`LayerStack`: layers in sequence with their loss, their times, and their cuts into stages."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.dense.dense_parts import drawing_from
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
@@ -123,13 +125,33 @@ def measure_layers(
 ) -> tuple[LayerTime, ...]:
     """Measure each layer of an uncut stack, forward and backward, on a micro-batch.
 
-    The shortest of several times counts, after a warm-up. Parameter gradients stay unchanged;
-    buffers change as in training.
+    The shortest of several times counts, after a warm-up. Parameter gradients, buffers and random
+    number generators stay unchanged.
     """
     if num_repeats < 1:
         raise ConfigError(f"num_repeats={num_repeats} measures nothing; use 1 or more")
-    times = []
-    given = inputs.detach()
+    with drawing_from(0, inputs.device), _restored_buffers(stack):
+        return tuple(_layer_times(stack, inputs.detach(), targets, num_repeats))
+
+
+@contextmanager
+def _restored_buffers(stack: LayerStack) -> Iterator[None]:
+    """Give modules their buffers back afterwards, with the values that they have now."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in stack.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            setattr(module, name, buffer.copy_(value))
+
+
+def _layer_times(
+    stack: LayerStack, given: torch.Tensor, targets: Sequence[torch.Tensor], num_repeats: int
+) -> Iterator[LayerTime]:
     for number, layer in enumerate(stack.layers):
         with torch.no_grad():
             output = layer(given)
@@ -141,9 +163,8 @@ def measure_layers(
         run = _with_loss(layer, stack.loss, targets) if is_last else layer
         forward_seconds, backward_seconds = _measured(run, given, params, num_repeats)
         num_bytes = output.numel() * output.element_size()
-        times.append(LayerTime(forward_seconds, backward_seconds, num_bytes))
+        yield LayerTime(forward_seconds, backward_seconds, num_bytes)
         given = output
-    return tuple(times)
 
 
 def _with_loss(

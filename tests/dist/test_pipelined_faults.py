@@ -135,6 +135,8 @@ class Faulty(nn.Linear):
             raise OSError("no such file")
         if self.fault == "loses samples":
             return outputs[1:]
+        if self.fault == "changes type":
+            return outputs.double()
         if self.fault == "fails backward":
             outputs.register_hook(_fail)
         return outputs
@@ -229,6 +231,14 @@ def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None
     assert "one of rank 0 counts 2, one of rank 1 1." in answers[0][3]
 
 
+REFUSED = {
+    "loses samples": "stage 2 of 'stack' (layers 2 to 2) gives a tensor of float32 of shape (1, 4) "
+    "for 2 samples; let layers give one tensor",
+    "changes type": "stage 2 of a pipelined LayerStack gives torch.float64 of shape (batch, 4), "
+    "and torch.float32 of shape (batch, 4) for an earlier call",
+}
+
+
 def fail(rank: int, world_size: int, fault: str, schedule: str) -> tuple[str, str, float]:
     """Return the error's kind, text and delay in a schedule in which rank 2 fails."""
     faulty = Faulty()
@@ -252,19 +262,16 @@ def fail(rank: int, world_size: int, fault: str, schedule: str) -> tuple[str, st
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize("fault", ["raises", "loses samples", "fails backward"])
+@pytest.mark.parametrize("fault", ["raises", "loses samples", "changes type", "fails backward"])
 def test_an_error_in_a_schedule_reaches_all_ranks(
     ranks4: RankPool, fault: str, schedule: str
 ) -> None:
     answers = ranks4.run(fail, fault, schedule, timeout_s=4 * DEADLINE_S)
     assert max(seconds for _, _, seconds in answers) < DEADLINE_S
     own = answers.pop(2)
-    if fault == "loses samples":
+    if fault in REFUSED:
         assert own[0] == "UnsupportedError"
-        assert own[1].startswith(
-            "stage 2 of 'stack' (layers 2 to 2) gives a tensor of float32 of shape (1, 4) for 2 "
-            "samples; let layers give one tensor"
-        )
+        assert own[1].startswith(REFUSED[fault])
         assert {(kind, text) for kind, text, _ in answers} == {
             ("UnsupportedError", f"{own[1]} (found on rank 2)")
         }

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from torchrec_2dsp.dense.thresholded import place_bytes
+from torchrec_2dsp.errors import UnsupportedError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER_SIZE = 16
@@ -35,6 +36,19 @@ class TensorKind:
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor."""
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
+
+    def check_like(self, before: "TensorKind", source: str) -> None:
+        """Raise `UnsupportedError` unless a tensor is of the kind that its receivers expect."""
+        if self != before:
+            raise UnsupportedError(
+                f"{source} of a pipelined LayerStack gives {self}, and {before} for an earlier "
+                "call with inputs of the same shapes and types, which others still expect; shapes "
+                "and types may depend on the inputs' alone, and a density may not change"
+            )
+
+    def __str__(self) -> str:
+        kept = f", the largest of {self.whole_dim}" if self.whole_dim else ""
+        return f"{self.dtype} of shape {('batch', *self.shape)}{kept}".replace("'", "")
 
     def header(self, device: torch.device) -> torch.Tensor:
         """Encode the kind for a rank that doesn't know it."""

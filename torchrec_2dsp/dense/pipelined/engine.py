@@ -405,6 +405,7 @@ class _Run:
         if key[0] not in self._kinds:
             self._kinds[key[0]] = kind
             links.send_kind(kind, rank)
+        kind.check_like(self._kinds[key[0]], f"stage {work.stage}")
         links.send(message, rank)
 
     def _timed(self, work: Work, action: Any) -> Any:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import drawing_from
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
@@ -130,7 +129,8 @@ def measure_layers(
     """
     if num_repeats < 1:
         raise ConfigError(f"num_repeats={num_repeats} measures nothing; use 1 or more")
-    with drawing_from(0, inputs.device), _restored_buffers(stack):
+    devices = [inputs.device] if inputs.is_cuda else []
+    with torch.random.fork_rng(devices), _restored_buffers(stack):
         return tuple(_layer_times(stack, inputs.detach(), targets, num_repeats))
 
 

@@ -372,10 +372,12 @@ def send_back(
             work.wait()
         return rows, kind
     assert together is not None
+    own_kind = TensorKind.of(together)
+    own_kind.check_like(kind or own_kind, "the last stage")
     for other in range(groups.mesh.pp):
         rank = groups.rank_at(other)
         if rank != source:
             if kind is None:
-                links.send_kind(TensorKind.of(together), rank)
+                links.send_kind(own_kind, rank)
             links.send(together[given.rows_of(rank)], rank)
-    return together[given.rows_of(source)].clone(), TensorKind.of(together)
+    return together[given.rows_of(source)].clone(), own_kind

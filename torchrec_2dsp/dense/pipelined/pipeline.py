@@ -244,7 +244,8 @@ class StackPipeline:
         return self._engine.run(batch, self._known_kinds(given), trains=trains)
 
     def _known_kinds(self, given: GivenTogether) -> dict[int, TensorKind]:
-        return self._kinds.setdefault(given.first.call, {})
+        modes = tuple(rank.trains_layers for rank in given.ranks)
+        return self._kinds.setdefault((given.first.call, modes), {})
 
     def _weights(self, given: GivenTogether) -> torch.Tensor:
         """Return each sample's loss weight."""

@@ -1,5 +1,6 @@
 """Pipelined layers against the unsharded model, and their traffic, measurements and clipping."""
 
+import copy
 import gc
 import weakref
 from collections import Counter
@@ -449,13 +450,36 @@ def test_one_pipeline_keeps_its_layers_whole(ranks4: RankPool) -> None:
     assert not any(ranks4.run(one_pipeline))
 
 
-def in_place(rank: int, world_size: int, options: dict[str, Any]) -> Gap:
-    """Train where a stage begins with a layer that writes into its input."""
+class Detach(nn.Module):
+    """A layer through which no gradient goes back."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.detach()
+
+
+class Reused(nn.Module):
+    """Applies one weight twice, with two biases that come before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = map(nn.Parameter, torch.rand(2, 2 * WIDTH))
+        self.weight = nn.Parameter(torch.rand(2 * WIDTH, 2 * WIDTH) / WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = torch.tanh(nn.functional.linear(inputs, self.weight, self.first))
+        return nn.functional.linear(outputs, self.weight, self.second)
+
+
+def beginning_with(rank: int, world_size: int, options: dict[str, Any], first: nn.Module) -> Gap:
+    """Train where a stage begins with a layer."""
     cell = PipelineCell(options)
     oracle, unsharded = StackOracle(cell.cell), stack_model(cell.cell.spec)
     for model in (oracle.model, unsharded):
         layers = cast(Any, model.stack).layers
-        layers[4] = nn.Sequential(nn.LeakyReLU(0.1, inplace=True), layers[4])
+        layers[4] = nn.Sequential(copy.deepcopy(first), layers[4])
+    oracle.dense_optimizer.add_param_group(
+        {"params": [*cast(Any, oracle.model).stack.layers[4].parameters()]}
+    )
     with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
         expected = oracle.step_on(batches_for(cell, 0))[rank]
         loss = step_of(model, dense_sgd(params.values()), cell, 0, rank)
@@ -463,10 +487,12 @@ def in_place(rank: int, world_size: int, options: dict[str, Any]) -> Gap:
 
 
 @pytest.mark.parametrize("options", [TWO_RANKS[0], SHARED[1]], ids=["1F1B", "ZBVZeroBubble"])
-def test_stages_may_begin_with_a_layer_in_place(ranks4: RankPool, options: dict[str, Any]) -> None:
-    for gap in ranks4.run(in_place, options):
-        assert gap.num_values > 0
-        assert gap.worst < ROUNDING, gap
+def test_stages_may_begin_with_any_layer(ranks4: RankPool, options: dict[str, Any]) -> None:
+    """It may write into its input, detach it, or have one parameter at several places."""
+    for first in (nn.LeakyReLU(0.1, inplace=True), Detach(), Reused()):
+        for gap in ranks4.run(beginning_with, options, first):
+            assert gap.num_values > 0
+            assert gap.worst < ROUNDING, (first, gap)
 
 
 def running_statistics(rank: int, world_size: int) -> list[list[float]]:

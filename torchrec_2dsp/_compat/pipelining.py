@@ -59,16 +59,34 @@ def input_gradients(
 ) -> Any:
     """Compute only the inputs' gradients, and leave them in their ``grad``.
 
-    ``output`` is cut off from its graph, so it must not be a view. Pass the result to
-    `weight_gradients`.
-
     Returns:
-        The groups that `weight_gradients` needs.
+        The groups that `weight_gradients` needs; they lack parameters if no input is reached.
     """
-    # torch finds the parameters' graph nodes through views, which need gradients enabled.
+    # torch finds the parameters' graph nodes through views, which need gradients enabled. It cuts
+    # outputs off from their graphs, so it gets a copy.
     with torch.enable_grad():
-        _, groups = stage_backward_input([output], [gradient], list(inputs), iter(params))
-    return groups
+        _, groups = stage_backward_input([output.clone()], [gradient], list(inputs), iter(params))
+    return _disjoint(groups)
+
+
+def _disjoint(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join groups with a common node, whose parameters torch would count twice."""
+    joined: list[tuple[set[Any], dict[Any, Any]]] = []
+    for group in groups:
+        params = set(group["params"])
+        nodes = dict(zip(group["intermediates"], group["grads"], strict=True))
+        apart = []
+        for other in joined:
+            if nodes.keys().isdisjoint(other[1]):
+                apart.append(other)
+            else:
+                params |= other[0]
+                nodes |= other[1]
+        joined = [*apart, (params, nodes)]
+    return [
+        {"params": params, "intermediates": list(nodes), "grads": list(nodes.values())}
+        for params, nodes in joined
+    ]
 
 
 def weight_gradients(params: list[torch.nn.Parameter], groups: Any) -> None:

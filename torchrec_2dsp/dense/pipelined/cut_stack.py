@@ -236,7 +236,6 @@ class CutStack:
                 self._layers[stage].name,
                 [self._stack.layers[number] for number in self._layers[stage].numbers],
                 self._stack.loss if stage == last else None,
-                splits_backward=self._schedule.splits_backward,
             )
             for stage in self._own_stages
         }

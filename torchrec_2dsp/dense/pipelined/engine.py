@@ -40,14 +40,7 @@ class LayerStage:
     Weight gradients accumulate in the parameters' ``grad``, without running hooks on them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layers: Sequence[nn.Module],
-        loss: nn.Module | None,
-        *,
-        splits_backward: bool,
-    ) -> None:
+    def __init__(self, name: str, layers: Sequence[nn.Module], loss: nn.Module | None) -> None:
         self.name = name
         self.layers, self.loss = list(layers), loss
         modules = [*self.layers, *([] if loss is None else [loss])]
@@ -55,7 +48,6 @@ class LayerStage:
         """The layers, and the last stage's loss."""
         self.forward_seconds = [0.0] * len(self.layers)
         """Each layer's forward time in training, without the loss."""
-        self._splits_backward = splits_backward
         self._graphs: dict[int, _Graph] = {}
 
     @property
@@ -116,10 +108,8 @@ class LayerStage:
                 "give one tensor of floating-point numbers, whose first dimension is the batch"
             )
         if torch.is_grad_enabled():
-            # The split backward cuts outputs off from their graphs, which views don't allow.
-            graph_output = output.clone() if self._splits_backward else output
             leaves = [leaf for leaf in (given.values, *(targets or ())) if leaf.requires_grad]
-            self._graphs[micro_batch] = _Graph(leaves, graph_output)
+            self._graphs[micro_batch] = _Graph(leaves, output)
         return Activations(output.detach(), places, whole_dim)
 
     def backward(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -132,6 +122,11 @@ class LayerStage:
         if not graph.leaves or not graph.output.requires_grad:
             return self._whole_backward(graph, gradient)
         graph.rest = input_gradients(graph.output, gradient, graph.leaves, self.params)
+        if all(leaf.grad is None for leaf in graph.leaves):
+            # A layer detaches the input: the split backward would miss the weights behind it.
+            graph.rest = None
+            return self._whole_backward(graph, gradient)
+        graph.output = graph.output.detach()
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in graph.leaves]
 
     def weight_gradient(self, micro_batch: int) -> None:

@@ -112,12 +112,6 @@ class Schedule:
         """The number of ranks that run the stages."""
         return self.num_stages // self.stages_per_rank
 
-    @property
-    def splits_backward(self) -> bool:
-        """True if weight gradients are computed later than input gradients."""
-        kinds = {work.kind for of_rank in self.work for work in of_rank}
-        return WorkKind.WEIGHT_GRADIENT in kinds
-
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank that runs a stage."""
         turn, place = divmod(stage, self.num_ranks)

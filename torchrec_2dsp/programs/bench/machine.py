@@ -79,7 +79,8 @@ def foreign_load_now(world: dist.ProcessGroup, seconds: float = 0.5) -> float:
         time.sleep(pause)
         loads.append([MachineLoad("", 0.0, 0.0)] * world.size())
         dist.all_gather_object(loads[-1], load([os.getpid()]), group=world)
-    return foreign_load(*loads, seconds)
+    before, after = loads
+    return foreign_load(before, after, seconds)
 
 
 def _process_ticks(pid: int) -> int:

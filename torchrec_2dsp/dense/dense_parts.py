@@ -172,7 +172,7 @@ def refuse_replaced(before: Mapping[str, nn.Parameter], model: nn.Module, wrappe
 
     A loss may have collected them then, for a penalty; their gradients would train nothing.
     """
-    kept = {id(param) for param in model.parameters()}
+    own_ids = {id(param) for param in model.parameters()}
 
     def refuse(name: str, _: torch.Tensor) -> None:
         raise UnsupportedError(
@@ -182,7 +182,7 @@ def refuse_replaced(before: Mapping[str, nn.Parameter], model: nn.Module, wrappe
         )
 
     for name, param in before.items():
-        if param.requires_grad and id(param) not in kept:
+        if param.requires_grad and id(param) not in own_ids:
             param.register_post_accumulate_grad_hook(functools.partial(refuse, name))
 
 

@@ -47,8 +47,8 @@ class TensorKind:
             )
 
     def __str__(self) -> str:
-        kept = f", the largest of {self.whole_dim}" if self.whole_dim else ""
-        return f"{self.dtype} of shape {('batch', *self.shape)}{kept}".replace("'", "")
+        share = f", the largest of {self.whole_dim}" if self.whole_dim else ""
+        return f"{self.dtype} of shape {('batch', *self.shape)}{share}".replace("'", "")
 
     def header(self, device: torch.device) -> torch.Tensor:
         """Encode the kind for a rank that doesn't know it."""

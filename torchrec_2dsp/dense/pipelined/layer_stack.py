@@ -137,7 +137,7 @@ def measure_layers(
 @contextmanager
 def _restored_buffers(stack: LayerStack) -> Iterator[None]:
     """Give modules their buffers back afterwards, with the values that they have now."""
-    kept = [
+    originals = [
         (module, name, buffer, buffer.clone())
         for module in stack.modules()
         for name, buffer in module.named_buffers(recurse=False)
@@ -145,7 +145,7 @@ def _restored_buffers(stack: LayerStack) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer, value in kept:
+        for module, name, buffer, value in originals:
             setattr(module, name, buffer.copy_(value))
 
 

@@ -1,0 +1,95 @@
+"""Pipelined stages with unusual layers: in place, detached, shared weights, batch norm."""
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import torchrec_2dsp as tdsp
+from tests.support.parity import Gap, compare
+from tests.support.pipelining import (
+    TABLES,
+    TWO_RANKS,
+    WIDTH,
+    PipelineCell,
+    StackOracle,
+    batches_for,
+    dense_sgd,
+    pipelined,
+    stack_model,
+    step_of,
+)
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.dealt_file
+
+ROUNDING = 1e-6
+"""Losses and weights: float32 sums in another order, over a step."""
+
+
+class Detach(nn.Module):
+    """A layer through which no gradient goes back."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.detach()
+
+
+class Reused(nn.Module):
+    """Applies one weight twice, with two biases that come before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = map(nn.Parameter, torch.rand(2, 2 * WIDTH))
+        self.weight = nn.Parameter(torch.rand(2 * WIDTH, 2 * WIDTH) / WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = torch.tanh(nn.functional.linear(inputs, self.weight, self.first))
+        return nn.functional.linear(outputs, self.weight, self.second)
+
+
+def beginning_with(rank: int, world_size: int, options: dict[str, Any], first: nn.Module) -> Gap:
+    """Train where a stage begins with a layer."""
+    cell = PipelineCell(options)
+    oracle, unsharded = StackOracle(cell.cell), stack_model(cell.cell.spec)
+    for model in (oracle.model, unsharded):
+        layers = cast(Any, model.stack).layers
+        layers[4] = nn.Sequential(copy.deepcopy(first), layers[4])
+    oracle.dense_optimizer.add_param_group(
+        {"params": [*cast(Any, oracle.model).stack.layers[4].parameters()]}
+    )
+    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
+        expected = oracle.step_on(batches_for(cell, 0))[rank]
+        loss = step_of(model, dense_sgd(params.values()), cell, 0, rank)
+        return compare(model, oracle, abs(loss - expected))
+
+
+ZERO_BUBBLE: dict[str, Any] = TWO_RANKS[1] | {"fully_shard": True}
+
+
+@pytest.mark.parametrize("options", [TWO_RANKS[0], ZERO_BUBBLE], ids=["1F1B", "ZBVZeroBubble"])
+def test_stages_may_begin_with_any_layer(ranks4: RankPool, options: dict[str, Any]) -> None:
+    """It may write into its input, detach it, or have one parameter at several places."""
+    for first in (nn.LeakyReLU(0.1, inplace=True), Detach(), Reused()):
+        for gap in ranks4.run(beginning_with, options, first):
+            assert gap.num_values > 0
+            assert gap.worst < ROUNDING, (first, gap)
+
+
+def running_statistics(rank: int, world_size: int) -> list[list[float]]:
+    """Return this rank's batch norm statistics after two steps."""
+    cell, unsharded = PipelineCell(TWO_RANKS[0]), stack_model(TABLES["row-wise"].spec)
+    layers = [nn.BatchNorm1d(WIDTH), *unsharded.stack.layers, nn.BatchNorm1d(8)]
+    unsharded.stack = tdsp.LayerStack(layers, unsharded.stack.loss)
+    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, dense):
+        optimizer = dense_sgd(list(dense.values()))
+        for step in range(2):
+            step_of(model, optimizer, cell, step, rank)
+        return [buffer.tolist() for name, buffer in model.named_buffers() if "running_mean" in name]
+
+
+def test_pipelines_have_the_first_ones_statistics(ranks4: RankPool) -> None:
+    by_rank = ranks4.run(running_statistics)
+    assert len({str(means) for means in by_rank}) == 2  # One batch norm in each stage.
+    assert all(len(means) == 1 and any(means[0]) for means in by_rank)

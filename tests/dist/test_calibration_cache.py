@@ -101,7 +101,9 @@ def start_without_measuring(
         patch.setattr(cache, "calibrate", shipped)
         patch.setattr(cache, "memory_bytes", lambda device: num_bytes)
         if rank == 3:
-            patch.setattr(cache, "processor", lambda device: f"processor with {threads} threads")
+            patch.setattr(
+                cache, "processor_name", lambda device: f"processor with {threads} threads"
+            )
         return start(folder)
 
 

@@ -93,3 +93,29 @@ def test_pipelines_have_the_first_ones_statistics(ranks4: RankPool) -> None:
     by_rank = ranks4.run(running_statistics)
     assert len({str(means) for means in by_rank}) == 2  # One batch norm in each stage.
     assert all(len(means) == 1 and any(means[0]) for means in by_rank)
+
+
+def with_densities(rank: int, world_size: int) -> Gap:
+    """Train where a stage ends with fewer or more numbers in each step."""
+    cell = PipelineCell(TWO_RANKS[0])
+    oracle, unsharded = StackOracle(cell.cell), stack_model(cell.cell.spec)
+    split = []
+    for model in (oracle.model, unsharded):
+        layers = cast(Any, model.stack).layers
+        split.append(tdsp.Thresholded(density=0.5))
+        layers[3] = nn.Sequential(layers[3], split[-1])
+    loss_gap = 0.0
+    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
+        optimizer = dense_sgd(params.values())
+        for step, density in enumerate((0.5, 0.25, 1.0, 0.5)):
+            for layer in split:
+                layer.density = density
+            expected = oracle.step_on(batches_for(cell, step))[rank]
+            loss_gap = max(loss_gap, abs(step_of(model, optimizer, cell, step, rank) - expected))
+        return compare(model, oracle, loss_gap)
+
+
+def test_a_density_may_change_between_steps(ranks4: RankPool) -> None:
+    for gap in ranks4.run(with_densities):
+        assert gap.num_values > 0
+        assert gap.worst < ROUNDING, gap

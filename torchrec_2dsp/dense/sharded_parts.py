@@ -180,7 +180,8 @@ def shard_units(units: Sequence[Unit], mesh: DeviceMesh, wrapper: str, **options
         shard_module(unit.module, mesh, **options)
         OwnCalls(unit, f"{wrapper} gathers its weights")
         if options.get("reshard_after_forward"):
-            unit.module.register_forward_hook(partial(_check_result, unit.name, wrapper))
+            check = partial(_check_result, unit.name, wrapper)
+            unit.module.register_forward_hook(cast(Any, torch.compiler.disable)(check))
 
 
 def _check_result(name: str, wrapper: str, unit: nn.Module, _: Any, result: Any) -> None:

@@ -56,7 +56,7 @@ class AccessConfig(Section):
     @classmethod
     def _check_logged(cls, tree: Any) -> Any:
         data = tree.get("data") if isinstance(tree, Mapping) else None
-        if isinstance(data, Mapping) and "kind" not in data:
+        if isinstance(data, Mapping) and not {"kind", "files"} & data.keys():
             raise ValueError(
                 "[data] has no kind, so it is synthetic and has no files to count; give a config "
                 "with a log"

@@ -43,7 +43,7 @@ class TensorKind:
             raise UnsupportedError(
                 f"{source} of a pipelined LayerStack gives {self}, and {before} for an earlier "
                 "call with inputs of the same shapes and types, which others still expect; shapes "
-                "and types may depend on the inputs' alone, and a density may not change"
+                "and types may depend only on the inputs' and on the mode"
             )
 
     def __str__(self) -> str:

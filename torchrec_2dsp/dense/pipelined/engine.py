@@ -63,6 +63,11 @@ class LayerStage:
             for layer in self.layers
         )
 
+    @property
+    def densities(self) -> list[float]:
+        """The densities of `Thresholded` layers, on which the sizes of messages depend."""
+        return [layer.density for layer in self.modules.modules() if isinstance(layer, Thresholded)]
+
     def forward(
         self,
         micro_batch: int,

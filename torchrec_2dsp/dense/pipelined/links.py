@@ -222,9 +222,17 @@ class Given:
     is_checkpointed: bool = False
     """True if a checkpoint around the call would rerun it in the backward."""
 
+    densities: tuple[float, ...] = ()
+    """The densities of this rank's layers, which may change between calls."""
+
     @classmethod
     def of(
-        cls, tensors: Sequence[torch.Tensor], *, trains: bool, trains_layers: bool = False
+        cls,
+        tensors: Sequence[torch.Tensor],
+        *,
+        trains: bool,
+        trains_layers: bool = False,
+        densities: Sequence[float] = (),
     ) -> "Given":
         """Describe inputs and targets, and the state in which they are given."""
         num_samples = tensors[0].shape[0] if tensors[0].dim() else 0
@@ -247,6 +255,7 @@ class Given:
             trains_layers,
             draw_seed() if trains else 0,
             trains and is_checkpointed(),
+            tuple(densities),
         )
 
 

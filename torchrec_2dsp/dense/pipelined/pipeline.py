@@ -144,6 +144,8 @@ def _check(
 Reduction = Literal["mean", "sum"]
 """The program's reduction of a rank's losses."""
 
+_MAX_CALLS = 64
+"""The most kinds of calls to remember."""
 _RESULT = -1
 """The key of the last stage's output among the kinds of tensors between stages."""
 
@@ -195,6 +197,7 @@ class StackPipeline:
             [inputs, *targets],
             trains=torch.is_grad_enabled(),
             trains_layers=any(stage.is_trained for stage in self._engine.stages.values()),
+            densities=[of for stage in self._engine.stages.values() for of in stage.densities],
         )
         given = exchange(own, self._groups.agreements)
         if not trains:
@@ -244,8 +247,12 @@ class StackPipeline:
         return self._engine.run(batch, self._known_kinds(given), trains=trains)
 
     def _known_kinds(self, given: GivenTogether) -> dict[int, TensorKind]:
-        modes = tuple(rank.trains_layers for rank in given.ranks)
-        return self._kinds.setdefault((given.first.call, modes), {})
+        of_ranks = tuple((rank.trains_layers, rank.densities) for rank in given.ranks)
+        call = given.first.call, of_ranks
+        if call not in self._kinds and len(self._kinds) == _MAX_CALLS:
+            # A density may change in each step.
+            self._kinds.clear()
+        return self._kinds.setdefault(call, {})
 
     def _weights(self, given: GivenTogether) -> torch.Tensor:
         """Return each sample's loss weight."""

@@ -230,6 +230,14 @@ def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
     assert TrainRecord.load(tmp_path / "my (first) page_3.json") == RECORDS[2]
 
 
+def test_only_some_runs_are_compared_with_the_reference(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    done = study(tmp_path, RECORDS, "--output", str(page), "--only", "averaged")
+    assert done.exit_code == 0, done.output
+    runs = TrainRecord.load(tmp_path / "page_1.json").runs
+    assert {run.name for run in runs} == {"one_group", "averaged"} < set(RECORDS[0].config["runs"])
+
+
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shells don't expand it in ``--output=~/page.md``."""
     (tmp_path / "work").mkdir()

@@ -97,13 +97,11 @@ def test_pipelines_have_the_first_ones_statistics(ranks4: RankPool) -> None:
 
 def with_densities(rank: int, world_size: int) -> Gap:
     """Train where a stage ends with fewer or more numbers in each step."""
-    cell = PipelineCell(TWO_RANKS[0])
+    cell = PipelineCell(TWO_RANKS[0] | {"cuts": [2]})
     oracle, unsharded = StackOracle(cell.cell), stack_model(cell.cell.spec)
-    split = []
-    for model in (oracle.model, unsharded):
-        layers = cast(Any, model.stack).layers
-        split.append(tdsp.Thresholded(density=0.5))
-        layers[3] = nn.Sequential(layers[3], split[-1])
+    split = [tdsp.Thresholded(density=0.5) for _ in range(2)]
+    for model, layer in zip((oracle.model, unsharded), split, strict=True):
+        cast(Any, model.stack).layers[1] = layer
     loss_gap = 0.0
     with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
         optimizer = dense_sgd(params.values())

@@ -315,7 +315,6 @@ def planning(source: PlanConfig | RunToPlan) -> Planning:
 
 def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topology) -> Planning:
     config, dataset, world_size = source.config, source.dataset, topology.world_size
-    config.check_world(world_size)
     ((name, run),) = config.runs.items()
     model = make_model(config, run, dataset)
     planner = planner_by_cost(

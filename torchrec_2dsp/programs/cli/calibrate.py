@@ -41,6 +41,7 @@ def calibrate(
     Nothing else should run on these hosts meanwhile.
     """
     from torchrec_2dsp._compat.torchrec import get_local_size
+    from torchrec_2dsp.comms.alarm import agreeing
     from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.cost.measuring.calibrate import calibrate as measure
     from torchrec_2dsp.cost.measuring.clock import CAREFUL
@@ -55,10 +56,12 @@ def calibrate(
     with launched_world(device, "calibrate") as rank:
         import torch
 
-        if not rank:
-            _check_output(output)
         torch.set_num_threads(1)
         world = world_group()
+        # If rank 0 can't write, all ranks raise.
+        with agreeing(world):
+            if not rank:
+                _check_output(output)
         if world.size() == 1:
             raise CalibrationError(
                 "one rank has no network to measure; start at least two, best on two hosts"
@@ -90,7 +93,7 @@ def calibrate(
 
 def _check_output(output: Path) -> None:
     check_output(output, ".toml")
-    if output.exists() and "[collectives" not in output.read_text():
+    if output.exists() and b"[collectives" not in output.read_bytes():
         raise ConfigError(f"{output} is no calibration, and would be overwritten; use another name")
 
 

@@ -107,7 +107,7 @@ def with_densities(rank: int, world_size: int) -> Gap:
         optimizer = dense_sgd(params.values())
         for step, density in enumerate((0.5, 0.25, 1.0, 0.5)):
             for layer in split:
-                layer.density = density
+                cast(Any, layer).density = density
             expected = oracle.step_on(batches_for(cell, step))[rank]
             loss_gap = max(loss_gap, abs(step_of(model, optimizer, cell, step, rank) - expected))
         return compare(model, oracle, loss_gap)

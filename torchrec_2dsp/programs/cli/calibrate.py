@@ -60,8 +60,7 @@ def calibrate(
         world = world_group()
         # If rank 0 can't write, all ranks raise.
         with agreeing(world):
-            if not rank:
-                _check_output(output)
+            _check_output(None if rank else output)
         if world.size() == 1:
             raise CalibrationError(
                 "one rank has no network to measure; start at least two, best on two hosts"
@@ -91,9 +90,9 @@ def calibrate(
         show_written(console, output)
 
 
-def _check_output(output: Path) -> None:
+def _check_output(output: Path | None) -> None:
     check_output(output, ".toml")
-    if output.exists() and b"[collectives" not in output.read_bytes():
+    if output is not None and output.exists() and b"[collectives" not in output.read_bytes():
         raise ConfigError(f"{output} is no calibration, and would be overwritten; use another name")
 
 

@@ -247,6 +247,26 @@ def test_batches_that_do_not_fit_are_refused_on_all_ranks(ranks4: RankPool) -> N
         assert text.endswith("but for the number of samples, and call it on all of them alike")
 
 
+def give_candidates(rank: int, world_size: int) -> list[str]:
+    """Give all ranks equal rows beside a batch, then flat values, of which ranks have others."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    narrow, candidates = Narrow(1, 1), torch.arange(5.0)
+    JointBatch("narrow", narrow, group)
+    rows = torch.full((2 + rank, 3), float(rank))
+    given = [candidates, candidates + rank, candidates[: rank + 1], candidates[:0], rows]
+    return [error_of(partial(narrow, rows, more=[other])) for other in given]
+
+
+def test_what_is_no_batch_is_refused_if_it_shows(ranks4: RankPool) -> None:
+    for rank, (text, *others) in enumerate(ranks4.run(give_candidates)):
+        assert text.startswith(
+            f"UnsupportedError: 'narrow' is given a Tensor (5,) that is equal on all ranks, for "
+            f"{2 + rank} samples, but arguments are joined over ranks; make"
+        )
+        assert others == [""] * 4
+
+
 def penalize(rank: int, world_size: int) -> list[str]:
     """Take second gradients, for inputs or weights, through a split layer."""
     layer, group = nn.Linear(3, 1), torch.distributed.group.WORLD

@@ -80,18 +80,26 @@ class JointBatch:
             check_called_alike(repr(self._name), calls, self._group, "tensor-parallel group")
         by_part += self._of_ranks(sizes[_NUM_SIZES:], device)
         by_part = by_part[: len(parts)]
-        gathered = iter(
-            [
-                cast(torch.Tensor, _Gathered.apply(part, of_part, self._rank, self._group))
-                for part, of_part in zip(parts, by_part, strict=True)
-            ]
-        )
+        gathered = [
+            cast(torch.Tensor, _Gathered.apply(part, of_part, self._rank, self._group))
+            for part, of_part in zip(parts, by_part, strict=True)
+        ]
+        # A jagged tensor's lengths count samples, and come after its values.
+        samples = by_part[isinstance(leaves[0], JaggedTensor)]
+        are_plain = [isinstance(leaf, torch.Tensor) for leaf in leaves for _ in _tensors_of(leaf)]
+        for part, whole, of_part, is_plain in zip(parts, gathered, by_part, are_plain, strict=True):
+            if is_plain and of_part != samples and _is_equal_on_ranks(whole, of_part):
+                raise UnsupportedError(
+                    f"{self._name!r} is given a {_kind_of(part)} that is equal on all ranks, for "
+                    f"{samples[self._rank]} samples, but arguments are joined over ranks; make "
+                    "what isn't a batch a buffer of the module"
+                )
         context = ExitStack()
         if trains:
             context.enter_context(drawing_from(seeds[0], device))
-        # A jagged tensor's lengths count samples, and come after its values.
-        self._calls.append((by_part[isinstance(leaves[0], JaggedTensor)], context))
-        return _mapped((args, kwargs), lambda leaf: _with_tensors(leaf, gathered))
+        self._calls.append((samples, context))
+        tensors = iter(gathered)
+        return _mapped((args, kwargs), lambda leaf: _with_tensors(leaf, tensors))
 
     def _described(
         self, given: Mapping[Any, Any], device: torch.device
@@ -195,6 +203,13 @@ def _gather(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
         return gathered
     parts = gathered.split(largest)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _is_equal_on_ranks(whole: torch.Tensor, sizes: Sequence[int]) -> bool:
+    if len({*sizes}) > 1 or not whole.numel():
+        return False
+    by_rank = whole.detach().view(len(sizes), -1)
+    return bool((by_rank == by_rank[0]).all())
 
 
 def _is_leaf(given: Any) -> bool:

@@ -42,15 +42,18 @@ from tests.fuzz.state import (
 from tests.support.devices import copied, rank_device
 from tests.support.managed_collisions import hour_of
 from tests.support.parity import FUSED
+from torchrec_2dsp._compat.id_map_base import Message, WorldBatch
 from torchrec_2dsp._compat.id_maps import HashedIdMap
 
-_see = HashedIdMap.see
+_see, _message = HashedIdMap.see, HashedIdMap.message
 
 
-def _see_by_batches(
-    self: HashedIdMap, ids_by_feature: Sequence[torch.Tensor], hour: int
-) -> torch.Tensor | None:
-    return _see(self, ids_by_feature, hour_of(self.batches_seen))
+def _see_by_batches(self: HashedIdMap, batch: WorldBatch) -> torch.Tensor:
+    return _see(self, batch._replace(hour=hour_of(self.batches_seen)))
+
+
+def _message_by_batches(self: HashedIdMap, own: Sequence[torch.Tensor], hour: int) -> Message:
+    return _message(self, own, hour_of(self.batches_seen))
 
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -205,7 +208,7 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
     model = FuzzModel(case)
     if case.has_maps:
         # An hour passes after each batch of a map.
-        HashedIdMap.see = _see_by_batches
+        HashedIdMap.see, HashedIdMap.message = _see_by_batches, _message_by_batches
     # Once the model is wrapped, a rank may hold only parts.
     model.over.load_state_dict(initial_layers(case))
     model.over.to(rank_device())

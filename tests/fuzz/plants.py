@@ -176,11 +176,17 @@ def evicted_rows_with_moments(
 
 
 @planted(IdsOfWorld, "gathered")
-def maps_of_groups(ids: IdsOfWorld, own: Any, maps: Any, **facts: Any) -> Gathered:
-    """Show id maps only half the ids, as if each of two groups had its own maps."""
-    gathered = _gathered(ids, own, maps, **facts)
-    of_group = {name: feature[: len(feature) // 2] for name, feature in gathered.ids.items()}
-    return gathered._replace(ids=of_group)
+def maps_of_groups(ids: IdsOfWorld, own: Any, **facts: Any) -> Gathered:
+    """Show id maps only half the ranks' ids, as if each of two groups had its own maps."""
+    gathered = _gathered(ids, own, **facts)
+    of_group = {
+        table: batch._replace(
+            messages=batch.messages[: len(batch.messages) // 2],
+            counts=[counts[: len(counts) // 2] for counts in batch.counts],
+        )
+        for table, batch in gathered.batches.items()
+    }
+    return gathered._replace(batches=of_group)
 
 
 @planted(PositionWeights, "_layout")

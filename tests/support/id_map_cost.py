@@ -1,14 +1,16 @@
 """Measure a step with id maps beside the same step without, in two exact copies.
 
     torchrec-2dsp cluster --hosts 2 --ranks-per-host 2 --link 200mbit --processor-per-rank -- \
-      -m tests.support.id_map_cost
+      -m tests.support.id_map_cost [INTERVAL]
 
 Eight one-hot features by row exchange; the model without maps gets row ids. Both train the same
 batches alternately. There are as many ids as rows, and most ids have a row when the clock starts.
-Prints each model's milliseconds and the rounds' ratios.
+Maps give rows every 10 batches, or every INTERVAL. Prints each model's milliseconds and the rounds'
+ratios.
 """
 
 import statistics
+import sys
 import time
 from functools import partial
 from itertools import count
@@ -26,8 +28,9 @@ from tests.support.models import BagModel, ModelSpec, TableSpec
 from tests.support.parity import Cell, group_plan, make_optimizer, make_sharder
 from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
-NUM_FEATURES, NUM_ROWS, DIM, SIZE, INTERVAL = 8, 50_000, 64, 512, 10
-ROUNDS, STEPS, WARM_UP = 5, 10, 8
+NUM_FEATURES, NUM_ROWS, DIM, SIZE = 8, 50_000, 64, 512
+INTERVAL = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+ROUNDS, WARM_UP = 5, max(2, 80 // INTERVAL)
 STREAM = Stream(10_000, NUM_ROWS // 2, INTERVAL)
 SPEC = ModelSpec(tuple(TableSpec(f"t{n}", NUM_ROWS, DIM, (f"f{n}",)) for n in range(NUM_FEATURES)))
 
@@ -76,7 +79,7 @@ def main() -> None:
         times: dict[bool, list[float]] = {False: [], True: []}
         steps = count()
         for _ in range(WARM_UP + ROUNDS):
-            numbers = [next(steps) for _ in range(STEPS)]
+            numbers = [next(steps) for _ in range(INTERVAL)]
             for has_maps, model in models.items():
                 batches = [batch(step, rank, has_maps=has_maps) for step in numbers]
                 dist.barrier()
@@ -86,7 +89,7 @@ def main() -> None:
                     model(features).backward()
                     optimizers[has_maps].step()
                 dist.barrier()
-                times[has_maps].append((time.perf_counter() - start_s) / STEPS * 1e3)
+                times[has_maps].append((time.perf_counter() - start_s) / INTERVAL * 1e3)
         if rank == 0:
             for has_maps, name in ((False, "without"), (True, "with id maps")):
                 print(f"{name}: {statistics.median(times[has_maps][WARM_UP:]):.1f} ms a step")

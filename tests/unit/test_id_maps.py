@@ -15,15 +15,17 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.support.hash_zch import OneThreadHashZch, at_hour
-from tests.support.managed_collisions import behind_maps, sorting_map
+from tests.support.managed_collisions import POLICIES, behind_maps, sorting_map
 from tests.support.planning import BATCH, EXACT, LINK, TWO, calibration, cost, only_the_link
-from torchrec_2dsp._compat.id_maps import HashedIdMap, unequal_on_ranks
+from torchrec_2dsp._compat.id_map_base import Memory, WorldBatch
+from torchrec_2dsp._compat.id_maps import HashedIdMap, SortedIdMap, unequal_on_ranks
 from torchrec_2dsp.cost.calibration import KernelCost
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, IdMapWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 CPU = torch.device("cpu")
+CONFIG = EmbeddingBagConfig(12, 4, name="t", feature_names=["a", "b"])
 
 
 def made(kind: Any, policy: str | None, **options: Any) -> Any:
@@ -44,36 +46,128 @@ CASES = [
 ]
 
 
+NUM_RANKS, OWNER = 3, 1
+
+
+def seen(maps: list[Any], own: list[list[torch.Tensor]], hour: int = 0) -> tuple[Any, int]:
+    """Let ranks' maps see a batch; return the evicted rows and the number of ids sent.
+
+    Args:
+        maps: each rank's map.
+        own: each rank's ids, by feature.
+        hour: the time.
+    """
+    pairs = list(zip(maps, own, strict=True))
+    messages = [id_map.message(ids, hour) for id_map, ids in pairs]
+    counts = [[of.numel() for of in feature] for feature in zip(*own, strict=True)]
+    has_owner = isinstance(maps[0], SortedIdMap)
+    evicted = []
+    for rank, (id_map, ids) in enumerate(pairs):
+        reads = rank == OWNER or not has_owner
+        batch = WorldBatch(ids, messages if reads else [], counts, rank, reads, hour)
+        evicted.append(id_map.see(batch))
+    taken = evicted[OWNER]
+    for rank, id_map in enumerate(maps):
+        assert (evicted[rank] is None) == (taken is None)
+        if taken is not None and has_owner and rank != OWNER:
+            assert not evicted[rank].numel()
+            id_map.follow(taken, maps[OWNER].ids_of(taken))
+        assert taken is None or has_owner or taken.equal(evicted[rank])
+    sent = sum(part.numel() for message in messages for part in (message.tally.ids, *message.ids))
+    return taken, sent
+
+
+def drawn(rng: np.random.Generator, num_features: int, below: int) -> list[list[torch.Tensor]]:
+    """Draw each rank's ids, by feature."""
+    sizes = rng.integers(0, 6, (NUM_RANKS, num_features))
+    return [[torch.from_numpy(rng.integers(0, below, size)) for size in of] for of in sizes]
+
+
+def of_world(own: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return each feature's ids on all ranks."""
+    return [torch.cat(feature) for feature in zip(*own, strict=True)]
+
+
 @pytest.mark.parametrize(("policy", "options"), CASES, ids=str)
 def test_slots_are_given_as_by_fbgemm_in_one_thread(
     policy: str | None, options: dict[str, Any]
 ) -> None:
     expected = made(OneThreadHashZch, policy, **options)
-    id_map = HashedIdMap(made(HashZchManagedCollisionModule, policy, **options))
+    maps = [
+        HashedIdMap(made(HashZchManagedCollisionModule, policy, **options))
+        for _ in range(NUM_RANKS)
+    ]
     rng, num_evicted, num_without, hour = np.random.default_rng(3), 0, 0, 1_000
+    num_sent = num_ids = 0
     for _ in range(60):
         hour += int(rng.integers(0, 3))
-        features = [torch.from_numpy(rng.integers(0, 99, size)) for size in rng.integers(0, 16, 2)]
+        own = drawn(rng, 2, 99)
+        features = of_world(own)
         ids = torch.cat(features)
         sizes = torch.tensor([len(of) for of in features])
         with at_hour(hour):
             batch = {"t": JaggedTensor(ids, lengths=torch.ones_like(ids), weights=sizes)}
             rows = expected.remap(batch)["t"].values()
         evicted = expected.evict()
-        actual = id_map.see(features, hour)
-        assert actual is not None
+        actual, sent = seen(maps, own, hour)
+        num_sent, num_ids = num_sent + sent, num_ids + len(ids)
         assert actual.tolist() == ([] if evicted is None else evicted.tolist())
-        assert id_map.rows_of(ids, {}).equal(rows)
-        for name, value in expected.state_dict().items():
-            assert value.equal(id_map.module.state_dict()[name]), name
-        num_evicted += actual.numel()
+        for id_map in maps:
+            assert id_map.rows_of(ids, {}).equal(rows)
+            for name, value in expected.state_dict().items():
+                assert value.equal(id_map.module.state_dict()[name]), name
+        num_evicted += 0 if evicted is None else evicted.numel()
         ids_of_slots = expected._hash_zch_identities[:, 0]
         # Those above 99 can't have a row.
-        owned = id_map.owned_rows(torch.arange(50, 200))
+        owned = maps[0].owned_rows(torch.arange(50, 200))
         assert owned.equal((ids_of_slots >= 50).nonzero().squeeze(1))
         num_without += int((ids_of_slots[rows] != ids).sum())
     assert num_without > 20
     assert (num_evicted > 20) == (policy is not None)
+    assert num_sent < num_ids
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("interval", [1, 4])
+def test_an_owner_gives_rows_to_ids_that_ranks_remember_as_torchrec_does(
+    policy: str, interval: int
+) -> None:
+    """Also if more ids come than TorchRec remembers, and after a move to other ranks."""
+    rng = np.random.default_rng(interval)
+    expected = sorting_map(CONFIG, policy, interval)
+    maps = [SortedIdMap(sorting_map(CONFIG, policy, interval)) for _ in range(NUM_RANKS)]
+    num_evicted = num_sent = num_ids = num_forgotten = 0
+    for step in range(60):
+        own = drawn(rng, 2, 16)
+        own = [[ids + step // 2 for ids in features] for features in own]
+        if step % 20 > 3:
+            own = [[ids.repeat(3) for ids in features] for features in own]
+        ids = torch.cat(of_world(own))
+        free = int(expected._input_history_buffer_size) - expected._current_history_buffer_offset
+        num_forgotten += step > 0 and len(ids) > free
+        expected.profile({"t": JaggedTensor(ids, lengths=torch.ones_like(ids))})
+        evicted = expected.evict()
+        actual, sent = seen(maps, own)
+        num_sent, num_ids = num_sent + sent, num_ids + len(ids)
+        num_evicted += 0 if evicted is None else evicted.numel()
+        assert (actual is None) == (evicted is None) == bool((step + 1) % interval)
+        assert actual is None or actual.equal(evicted)
+        for rank, id_map in enumerate(maps):
+            for name, value in expected.state_dict().items():
+                is_shared = rank == OWNER or name not in id_map.owned_buffers
+                assert not is_shared or value.equal(id_map.module.state_dict()[name]), name
+        if step % 7 == 5:
+            tallies = [id_map.memory.tally(CPU) for id_map in maps]
+            (history, *others) = [id_map.memory.history(tallies) for id_map in maps]
+            assert all(history.ids.equal(other.ids) for other in others)
+            remembered = expected._current_history_buffer_offset
+            assert history.ids.equal(expected._history_accumulator[:remembered].sort().values)
+            maps = [maps[OWNER].copied_to(CPU) for _ in maps]
+            for id_map in maps:
+                id_map.memory = Memory.of(history, CPU)
+    assert num_evicted > 10
+    assert num_forgotten > 5
+    assert interval == 1 or num_sent < 0.9 * num_ids
 
 
 REFUSED = [
@@ -119,12 +213,13 @@ def test_fbgemm_doesnt_train_maps_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("pipeline", Pipeline)
 def test_maps_see_the_ids_of_all_ranks_and_nothing_hides_that(pipeline: Pipeline) -> None:
-    """Each host's two ranks send 8 bytes per id to two ranks on the other host."""
-    maps, dense = IdMapWork(ids_per_sample=3.0, num_rows=500.0), DenseWork(forward_s=9.0)
+    """Each host's two ranks send 8 bytes per id, half of them to the other host."""
+    maps = IdMapWork(ids_per_sample=3.0, num_rows=500.0, num_maps=2)
+    dense = DenseWork(forward_s=9.0)
     find = only_the_link(find=KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=0))
     given = {"calibration": find, "pipeline": pipeline, "dense": dense}
     without, priced = cost(mesh=TWO, **given), cost(mesh=TWO, id_maps=maps, **given)  # type: ignore[arg-type]
-    expected_s = LINK * 2 * 2 * BATCH * 3 * 8 + 1e-6 * (2 * 4 * BATCH * 3 + 500)
+    expected_s = LINK * BATCH * 3 * 8 + 1e-6 * ((2 + 4 / 2) * BATCH * 3 + 500 / 2)
     assert priced.id_maps_s == pytest.approx(expected_s)
     assert priced.total_s == pytest.approx(without.total_s + expected_s)
 

@@ -1,17 +1,15 @@
 """Id maps: TorchRec's modules that give rows to ids, and the state that they don't save.
 
-TorchRec has two kinds. One keeps its ids sorted and gives rows at intervals
-(`MCHManagedCollisionModule`). The other has a slot for each id near the id's hash, and evicts ids
-unseen for some hours (`HashZchManagedCollisionModule`). FBGEMM has a kernel that finds
-slots, and one that also gives slots to new ids. The second one only runs on GPUs, where threads
-race for slots, so that copies of a map would differ. Here the first one finds hashes and slots, and
-`HashedIdMap.see` gives slots as the second one does if a single thread takes all ids in turn.
+TorchRec has two kinds. `MCHManagedCollisionModule` keeps its ids sorted and gives rows at
+intervals. `HashZchManagedCollisionModule` has a slot for each id near the id's hash, and evicts ids
+unseen for some hours. FBGEMM has a kernel that finds slots, and one that also gives slots to new
+ids, but only on GPUs, where threads race for slots, so that copies of a map would differ. Here the
+first one finds hashes and slots, and `HashedIdMap.see` gives slots as a single thread would.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,16 +24,21 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionModule,
     MCHEvictionPolicy,
     MCHManagedCollisionModule,
-    _mch_remap,
     probabilistic_threshold_filter,
 )
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_2dsp._compat.id_map_base import (
+    LAST_BATCH,
+    History,
+    IdMapBase,
+    Memory,
+    Message,
+    Tally,
+    WorldBatch,
+)
 from torchrec_2dsp.errors import UnsupportedError
 
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
-
-
 _IDS = HashZchManagedCollisionModule.IDENTITY_BUFFER
 _FREE = -1
 """The number in a slot without an id, as TorchRec writes it."""
@@ -43,80 +46,27 @@ _FOREVER = 2**30
 """More hours than have passed, and few enough for TorchRec's numbers."""
 
 
-@dataclass(frozen=True)
-class History:
-    """An id map's state besides its buffers; TorchRec saves only the buffers."""
-
-    iteration: int
-    """The number of batches so far; -1 if the buffers hold it."""
-    last_eviction: int
-    """The batch after which rows were last given to ids."""
-    size: int
-    """The number of ids remembered between evictions; -1 before the first batch determines it."""
-    ids: torch.Tensor
-    """The ids since the last eviction."""
-    metadata: Mapping[str, torch.Tensor]
-    """The policy's facts about each of these ids."""
-
-
-NO_HISTORY = History(-1, -1, -1, torch.empty(0, dtype=torch.int64), {})
-"""A map's history before its first batch, or after its buffers were loaded."""
-
-
 def hour_now() -> int:
     """Return the hours since 1970, by which hashed maps evict."""
     return int(time.time() / 3600)
-
-
-class IdMapBase:
-    """A TorchRec module, with the operations by which ranks keep its copies equal."""
-
-    module: Any
-    """The TorchRec module."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids as the map sees them."""
-        return ids
-
-    def takes(self, ids: torch.Tensor) -> bool:
-        """Return whether the map can take all ids."""
-        return True
-
-    @property
-    def rows_per_batch(self) -> float:
-        """The mean number of rows that a batch goes through: ranks compare all of them."""
-        return self.module.output_size()
-
-    def changing(self) -> Sequence[str]:
-        """Return the buffers that the next batch may change."""
-        return list(self.module.state_dict())
-
-    def described(self: Any) -> str:
-        """Return a text of everything that must be equal on all ranks."""
-        digest = hashlib.blake2b(digest_size=8)
-        state = dict(sorted(self.module.state_dict().items())) | {"ids": self.history().ids}
-        if not any(value.is_meta for value in state.values()):
-            for value in state.values():
-                digest.update(value.cpu().numpy().tobytes())
-        return f"{self.options()}, state {digest.hexdigest()}"
-
-    def copied_to(self: Any, device: torch.device) -> Any:
-        """Return a map with the same state on a device; a map on the meta device has no state."""
-        copied = type(self)(self.empty_on(device).train(self.module.training))
-        state = self.module.state_dict()
-        if not any(value.is_meta for value in state.values()):
-            copied.module.load_state_dict(state)
-            copied.set_history(self.history())
-        return copied
 
 
 class SortedIdMap(IdMapBase):
     """A map based on `MCHManagedCollisionModule`, which keeps its ids sorted."""
 
     module: MCHManagedCollisionModule
+
+    def __init__(self, module: MCHManagedCollisionModule) -> None:
+        super().__init__(module)
+        num_ids = module._current_history_buffer_offset
+        history = History(
+            module._current_iter,
+            module._last_eviction_iter,
+            module._input_history_buffer_size,
+            module._history_accumulator[:num_ids] if num_ids else torch.empty(0).long(),
+            {name: value[:num_ids] for name, value in module._history_metadata.items()},
+        )
+        self.memory = Memory.of(history, module.device)
 
     def unequal(self, config: Any) -> str | None:
         """Return why copies might differ: unknown policies, or filters that draw numbers."""
@@ -134,19 +84,111 @@ class SortedIdMap(IdMapBase):
 
     def hashed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids after the map's hash function."""
-        return self.module.preprocess({"": _jagged([ids])})[""].values()
+        hash_func = self.module._input_hash_func
+        return ids if hash_func is None else hash_func(ids, self.module._input_hash_size)
 
-    def see(self, ids_by_feature: Sequence[torch.Tensor], hour: int) -> torch.Tensor | None:
-        """Let TorchRec remember the ids, and give rows to ids if an interval has ended."""
-        self.module.profile({"": _jagged(ids_by_feature)})
-        return self.module.evict()
+    @property
+    def _next_batch(self) -> tuple[int, bool]:
+        """The next batch's number, and whether ids get rows after it."""
+        batch, last = self.memory.batch, self.memory.last_eviction
+        if batch < 0:
+            batch = last = self.batches_seen
+        return batch + 1, batch + 1 - last == self.module._eviction_interval
+
+    def message(self, own: Sequence[torch.Tensor], hour: int) -> Message:
+        """Return the rank's ids since the last eviction if the next batch ends an interval."""
+        if self._next_batch[1]:
+            return Message(self.memory.tally(self.module.device), own)
+        none = own[0][:0]
+        return Message(Tally(none, none, none), [none] * len(own))
+
+    def see(self, batch: WorldBatch) -> torch.Tensor | None:
+        """Remember the batch; if it ends an interval, return the rows that the owner reassigns.
+
+        Other ranks return no rows until they `follow`; all return `None` within an interval.
+        """
+        module, memory = self.module, self.memory
+        number, is_due = self._next_batch
+        module._current_iter = number
+        cast(Any, module._current_iter_tensor).data += 1
+        num_ids, size = sum(map(sum, batch.counts)), memory.size
+        if size < 0:
+            size = int(num_ids * module._eviction_interval * 1.25)
+        if is_due:
+            self.memory = Memory(number, number, size)
+            if not batch.is_owner:
+                return batch.own[0].new_empty(0)
+            new = torch.cat(batch.ids)[: size - memory.num_ids]
+            tallies = [memory.loaded] if memory.loaded else []
+            tallies += [message.tally for message in batch.messages]
+            self._give_rows(Tally.summed([*tallies, Tally.of(new, number)]))
+            return module.evict()
+        remembered, place = [], memory.num_ids
+        for ids, counts in zip(batch.own, batch.counts, strict=True):
+            room = size - place - sum(counts[: batch.rank])
+            remembered.append(ids[: max(room, 0)])
+            place += sum(counts)
+        self.memory = replace(
+            memory,
+            batch=number,
+            last_eviction=memory.last_eviction if memory.batch >= 0 else number - 1,
+            size=size,
+            num_ids=min(place, size),
+            own=(*memory.own, (number, torch.cat(remembered))),
+        )
+        return None
+
+    def _give_rows(self, tally: Tally) -> None:
+        """Give rows to ids, as TorchRec's `_coalesce_history` does."""
+        policy: MCHEvictionPolicy = self._policy
+        admit: Any = policy._threshold_filtering_func
+        admitted = None if admit is None else admit(tally.counts)[0]
+        metadata = policy.coalesce_history_metadata(
+            self.module._current_iter,
+            {LAST_BATCH: tally.last_batches},
+            tally.counts,
+            torch.arange(len(tally.ids), device=tally.ids.device),
+            threshold_mask=admitted,
+        )
+        which = slice(None) if admitted is None else admitted
+        self.module._update_and_evict(tally.ids[which], tally.counts[which], metadata)
+
+    def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the ids that have rows."""
+        by_row = torch.empty_like(self.module._mch_sorted_raw_ids)
+        by_row[self._slots] = self.module._mch_sorted_raw_ids
+        return by_row[rows - self.module._output_global_offset]
+
+    def follow(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """Give rows to ids, as the owner did; as if TorchRec had sorted all ids again."""
+        all_ids, all_rows = self.module._mch_sorted_raw_ids, self.module._mch_remapped_ids_mapping
+        is_taken, is_new = torch.zeros(2, len(all_ids), dtype=torch.bool, device=ids.device)
+        is_taken[rows - self.module._output_global_offset] = True
+        stays = ~is_taken.index_select(0, self._slots)
+        ids, order = ids.sort()
+        before = torch.searchsorted(all_ids.masked_select(stays), ids)
+        is_new[before + torch.arange(len(ids), device=ids.device)] = True
+        for buffer, new in ((all_ids, ids), (all_rows, rows[order])):
+            others = buffer.masked_select(stays)
+            buffer.masked_scatter_(~is_new, others).masked_scatter_(is_new, new)
+
+    @property
+    def _slots(self) -> torch.Tensor:
+        """The sorted ids' rows, counted from the first."""
+        return self.module._mch_remapped_ids_mapping - self.module._output_global_offset
+
+    @property
+    def owned_buffers(self) -> Sequence[str]:
+        """The policy's facts, which only the owner needs."""
+        return [f"_mch_{name}" for name in self.module._mch_metadata]
 
     def rows_of(self, ids: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the ids' rows; unknown ids get the last row."""
         module = self.module
         raw = buffers.get("_mch_sorted_raw_ids", module._mch_sorted_raw_ids)
         rows = buffers.get("_mch_remapped_ids_mapping", module._mch_remapped_ids_mapping)
-        return _mch_remap({"": _jagged([ids])}, raw, rows, self._last_row)[""].values()
+        places = torch.searchsorted(raw[:-1], ids)
+        return torch.where(raw[places] == ids, rows[places], self._last_row)
 
     @property
     def _last_row(self) -> int:
@@ -169,40 +211,7 @@ class SortedIdMap(IdMapBase):
 
     def changing(self) -> Sequence[str]:
         """Return all buffers if an interval ends, else the batch counter."""
-        iteration, last = self.module._current_iter, self.module._last_eviction_iter
-        if iteration < 0:
-            iteration = last = self.batches_seen
-        ends = iteration + 1 - last == self.module._eviction_interval
-        return super().changing() if ends else ["_current_iter_tensor"]
-
-    def history(self) -> History:
-        """Copy the ids seen since the last interval."""
-        module = self.module
-        num_ids = module._current_history_buffer_offset
-        no_ids = torch.empty(0, dtype=torch.int64)
-        return History(
-            module._current_iter,
-            module._last_eviction_iter,
-            module._input_history_buffer_size,
-            module._history_accumulator[:num_ids].clone() if num_ids else no_ids,
-            {name: value[:num_ids].clone() for name, value in module._history_metadata.items()},
-        )
-
-    def set_history(self, history: History) -> None:
-        """Continue from another map's history."""
-        module = self.module
-        module._current_iter = history.iteration
-        module._last_eviction_iter = history.last_eviction
-        module._input_history_buffer_size = history.size
-        module._current_history_buffer_offset = num_ids = history.ids.numel()
-        if history.size < 0:
-            return
-        module._history_accumulator = _filled(history.ids, history.size, module.device)
-        for name in history.metadata:
-            values = _filled(history.metadata[name], history.size, module.device)
-            module.register_buffer(f"_history_{name}", values, persistent=False)
-            module._history_metadata[name] = values
-        assert num_ids <= history.size
+        return super().changing() if self._next_batch[1] else ["_current_iter_tensor"]
 
     def fingerprint(self) -> int:
         """Return a number that depends on each id's row."""
@@ -229,19 +238,6 @@ class SortedIdMap(IdMapBase):
         )
 
 
-def _jagged(ids_by_feature: Sequence[torch.Tensor]) -> JaggedTensor:
-    """Return a table's ids as TorchRec gives them to its map, which only uses the values."""
-    lengths = [ids.numel() for ids in ids_by_feature]
-    values = torch.cat(list(ids_by_feature))
-    return JaggedTensor(values, lengths=torch.tensor(lengths, device=values.device))
-
-
-def _filled(values: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
-    filled = torch.zeros(size, dtype=torch.int64, device=device)
-    filled[: values.numel()] = values
-    return filled
-
-
 def _mixed(numbers: torch.Tensor) -> int:
     """Sum numbers that stand for each id and its row."""
     # Squared, since a plain sum wouldn't depend on which id has which row.
@@ -252,10 +248,6 @@ class HashedIdMap(IdMapBase):
     """A map based on `HashZchManagedCollisionModule`."""
 
     module: HashZchManagedCollisionModule
-
-    def __init__(self, module: HashZchManagedCollisionModule) -> None:
-        super().__init__(module)
-        self._num_batches = 0
 
     def unequal(self, config: Any) -> str | None:
         """Return why copies might differ, or why results would differ from TorchRec's."""
@@ -309,12 +301,24 @@ class HashedIdMap(IdMapBase):
         is_wrong = (ids < 0) | (ids >= end) if end else ids == _FREE
         return not bool(is_wrong.any())
 
-    def see(self, ids_by_feature: Sequence[torch.Tensor], hour: int) -> torch.Tensor | None:
+    def message(self, own: Sequence[torch.Tensor], hour: int) -> Message:
+        """Return the ids that have no slot, or would keep it longer after this hour."""
+        module, unsettled = self.module, []
+        for ids, ttl in zip(own, self._ttls(len(own)), strict=True):
+            rows = self.rows_of(ids, {})
+            is_settled = module._hash_zch_identities[rows, 0] == ids
+            if module._hash_zch_metadata is not None:
+                is_settled &= module._hash_zch_metadata[rows, 0] >= hour + ttl
+            unsettled.append(ids[~is_settled])
+        return Message(Tally.of(own[0][:0]), unsettled)
+
+    def see(self, batch: WorldBatch) -> torch.Tensor:
         """Give slots to new ids in turn: free ones, and those of ids unseen for too long."""
-        self._num_batches += 1
-        ttls = self._ttls(len(ids_by_feature))
-        ends = np.repeat([hour + ttl for ttl in ttls], [len(of) for of in ids_by_feature])
-        ids = torch.cat(list(ids_by_feature))
+        self.memory = Memory(self.batches_seen + 1)
+        hour, of_features = batch.hour, batch.ids
+        ttls = self._ttls(len(of_features))
+        ends = np.repeat([hour + ttl for ttl in ttls], [len(of) for of in of_features])
+        ids = torch.cat(of_features)
         distinct, firsts, places = np.unique(
             ids.cpu().numpy(), return_index=True, return_inverse=True
         )
@@ -382,15 +386,7 @@ class HashedIdMap(IdMapBase):
     @property
     def batches_seen(self) -> int:
         """The number of batches since the map was created or loaded."""
-        return self._num_batches
-
-    def history(self) -> History:
-        """Return the number of batches, which TorchRec doesn't count."""
-        return History(self._num_batches, -1, -1, NO_HISTORY.ids, {})
-
-    def set_history(self, history: History) -> None:
-        """Continue the batch count."""
-        self._num_batches = max(history.iteration, 0)
+        return max(self.memory.batch, 0)
 
     def fingerprint(self) -> int:
         """Return a number that depends on each slot's id and the hour until which it keeps it."""

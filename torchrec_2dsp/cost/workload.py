@@ -338,15 +338,16 @@ class DenseWork:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IdMapWork:
     """A step's work with id maps, which all ranks keep equal."""
 
     ids_per_sample: float = 0.0
     """Lookups per sample that go through a map."""
-
     num_rows: float = 0.0
     """Map rows that are sorted or compared, averaged over all steps."""
+    num_maps: int = 1
+    """Maps, of which ranks share those that sort ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,10 +434,9 @@ def _id_map_work(module: nn.Module, tables: Mapping[str, TableWork]) -> IdMapWor
         if isinstance(part, BaseManagedCollisionEmbeddingCollection)
         for name, id_map in id_maps_of(part).items()
     }
-    return IdMapWork(
-        ids_per_sample=sum(tables[name].ids_per_sample for name in maps),
-        num_rows=sum(id_map_of(id_map).rows_per_batch for id_map in maps.values()),
-    )
+    num_rows = sum(id_map_of(id_map).rows_per_batch for id_map in maps.values())
+    ids_per_sample = sum(tables[name].ids_per_sample for name in maps)
+    return IdMapWork(ids_per_sample, num_rows, max(len(maps), 1))
 
 
 def _table_work(

@@ -1,12 +1,12 @@
 """Managed collisions: unbounded ids, mapped to rows by one map for the whole world.
 
-Each rank holds TorchRec's own id maps, unsharded. Before ids travel to tables, all ranks send each
-other their batches' ids, so that every map sees the world's batches in rank order and
-stays equal to all other ranks' maps and to an unsharded model's. Then each rank maps its own ids.
+Each rank holds TorchRec's own id maps, unsharded. Before a map gives rows to ids, all ranks send
+each other the ids that it must know, so that it changes like all other ranks' maps, and like an
+unsharded model's that sees the world's batches in rank order. Each rank maps its own ids.
 
-    rank 0:  ids 7, 9  \\                    / map of 7, 9, 4    7, 9 -> rows 0, 1
-                        - ids of all ranks -
-    rank 1:  ids 4, 9  /                    \\ map of 7, 9, 4    4, 9 -> rows 2, 1
+    rank 0:  ids 7, 9  \\                     / map of 7, 9, 4    7, 9 -> rows 0, 1
+                        - ids to be known -
+    rank 1:  ids 4, 9  /                     \\ map of 7, 9, 4    4, 9 -> rows 2, 1
 
 Rows that a map evicts are reset in all copies, see `EvictedRows`.
 """
@@ -28,7 +28,8 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from torchrec_2dsp._compat.id_maps import NO_HISTORY, History, IdMap, id_map_of
+from torchrec_2dsp._compat.id_map_base import History, Memory, WorldBatch
+from torchrec_2dsp._compat.id_maps import IdMap, id_map_of
 from torchrec_2dsp._compat.shardings import distributed_again
 from torchrec_2dsp._compat.tensors import is_checkpointed
 from torchrec_2dsp._compat.torchrec import jagged_features
@@ -54,14 +55,14 @@ class _MapState(NamedTuple):
     """The parts of an id map that a batch may change."""
 
     buffers: Mapping[str, torch.Tensor]
-    history: History
+    memory: Memory
 
     @classmethod
     def of(cls, id_map: IdMap) -> "_MapState":
         """Copy a map's state before the map sees a batch."""
         buffers = id_map.module.state_dict()
         changing = {name: buffers[name].clone() for name in id_map.changing()}
-        return cls(changing, id_map.history())
+        return cls(changing, id_map.memory)
 
 
 @dataclass(eq=False)
@@ -140,11 +141,11 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._parts = parts_of(sharded)
         self._returns_features = returns_features(module)
         self._resets = resets
-        self._features = [name for config in configs for name in config.feature_names]
+        of_tables = {config.name: config.feature_names for config in configs}
         self._table_of = {name: config.name for config in configs for name in config.feature_names}
-        self._map_of = {name: self._maps[table] for name, table in self._table_of.items()}
+        self._features = list(self._table_of)
         groups = self._parts[0].tables.groups
-        self._world = IdsOfWorld(groups, device)
+        self.world = IdsOfWorld(groups, device, self._maps, of_tables)
         is_weighted = has_weights(collection_inside(module))
         self._form = BatchForm(self._features, groups.alarm.group, is_weighted=is_weighted)
         for part in self._parts:
@@ -224,9 +225,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
             places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
             own = self._hashed(features, places)
             contents = None if ctx.is_at_once else Contents.of(features)
-        gathered = self._world.gathered(
+        gathered = self.world.gathered(
             own,
-            self._map_of,
             is_training=is_training,
             is_right=is_right,
             in_flight=self._marks(ctx, contents if is_training else None),
@@ -241,14 +241,14 @@ class ShardedManagedCollisions2D(TablesAndMore):
         mapped = MappedBatch(features, weakref.ref(ctx), self._attached, contents)
         if not ctx.is_at_once:
             self._in_flight = [*self._in_flight, mapped][-MAX_IN_FLIGHT:]
-            self._has_gone_on |= bool(gathered.ids)
+            self._has_gone_on |= bool(gathered.batches)
         # An evaluation before another pipeline's batches sees the maps to which the
         # tables' rows belong.
         maps = {} if is_training else self.maps_before_waiting(elsewhere=not ctx.is_at_once)
-        if gathered.ids:
+        if gathered.batches:
             if not ctx.is_at_once:
                 mapped.before = {name: _MapState.of(id_map) for name, id_map in self._maps.items()}
-            mapped.eviction = self._profile(gathered.ids, gathered.hour, is_at_once=ctx.is_at_once)
+            mapped.eviction = self._profile(gathered.batches, is_at_once=ctx.is_at_once)
             self._waiting.append(mapped)
         if is_right:
             mapped.features = self._with_rows(features, own, places, maps)
@@ -305,22 +305,21 @@ class ShardedManagedCollisions2D(TablesAndMore):
     ) -> dict[str, torch.Tensor]:
         """Return each feature's ids as its map sees them."""
         values = features.values().long()
-        return {name: of.hashed(values[places[name]]) for name, of in self._map_of.items()}
+        return {
+            name: self._maps[table].hashed(values[places[name]])
+            for name, table in self._table_of.items()
+        }
 
-    def _profile(self, ids: Mapping[str, torch.Tensor], hour: int, *, is_at_once: bool) -> Eviction:
-        """Let the maps see all ranks' ids; return the rows that they have evicted."""
-        evicted, has_changed = {}, False
-        for table, id_map in self._maps.items():
-            of_table = [ids[name] for name in self._features if self._table_of[name] == table]
-            rows = id_map.see(of_table, hour)
-            has_changed |= rows is not None
-            if rows is not None and rows.numel():
-                evicted[table] = rows
+    def _profile(self, batches: Mapping[str, WorldBatch], *, is_at_once: bool) -> Eviction:
+        """Let the maps see all ranks' batches; return the rows that they have evicted."""
+        seen = {table: self._maps[table].see(batch) for table, batch in batches.items()}
+        evicted = self.world.settled({t: rows for t, rows in seen.items() if rows is not None})
         in_step = is_at_once and any(part.tables.in_step.is_in_step for part in self._parts)
-        if has_changed or (self._hot_rows_lag and not in_step):
+        if evicted or (self._hot_rows_lag and not in_step):
             self._note_new_rows(in_step=in_step)
         number = next(iter(self._maps.values())).batches_seen
-        return Eviction(number, evicted if self._resets else {})
+        to_reset = evicted.items() if self._resets else ()
+        return Eviction(number, {table: rows for table, rows in to_reset if rows.numel()})
 
     def _with_rows(
         self,
@@ -419,22 +418,28 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """Continue with loaded maps as TorchRec's do after a load."""
         if self._loads_maps:
             self._waiting, self._in_flight = [], []
-            self.set_histories(dict.fromkeys(self._maps, NO_HISTORY))
+            for id_map in self._maps.values():
+                id_map.memory = Memory()
             self._note_new_rows()
 
     def histories(self) -> dict[str, History]:
-        """Return the maps' state besides their buffers, by table, as of the last trained batch."""
+        """Return the maps' state besides their buffers, by table, as of the last trained batch.
+
+        Collectives:
+            `IdsOfWorld.histories`'.
+        """
         self._free_dropped()
         before = self.maps_before_waiting()
-        return {
-            table: before[table].history if before else id_map.history()
-            for table, id_map in self._maps.items()
-        }
+        memories = {table: id_map.memory for table, id_map in self._maps.items()}
+        return self.world.histories(
+            memories | {table: state.memory for table, state in before.items()}
+        )
 
     def set_histories(self, histories: Mapping[str, History]) -> None:
         """Continue from other maps' histories, after their buffers were loaded."""
         for table in histories.keys() & self._maps.keys():
-            self._maps[table].set_history(histories[table])
+            id_map = self._maps[table]
+            id_map.memory = Memory.of(histories[table], id_map.module.device)
 
     def maps_before_waiting(self, *, elsewhere: bool = False) -> Mapping[str, _MapState]:
         """Return the maps before the oldest batch that a pipeline still has to look up.
@@ -452,7 +457,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return {
             table: _MapState(
                 dict(ChainMap(*(cast(Any, before[table].buffers) for before in waiting))),
-                state.history,
+                state.memory,
             )
             for table, state in oldest.items()
         }
@@ -480,7 +485,12 @@ _TABLES, _MAPS = "_embedding_module", "_managed_collision_collection"
 def _show_trained_maps(
     module: ShardedManagedCollisions2D, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Show maps in a state dict as they were when the last trained batch was looked up."""
+    """Show maps in a state dict as they were when the last trained batch was looked up.
+
+    Collectives:
+        `IdsOfWorld.fill_in`'s.
+    """
+    path = f"{prefix}{_MAPS}.{MAP_NAMES}."
     for table, before in module.maps_before_waiting().items():
-        path = f"{prefix}{_MAPS}.{MAP_NAMES}.{table}."
-        state |= {f"{path}{name}": value for name, value in before.buffers.items()}
+        state |= {f"{path}{table}.{name}": value for name, value in before.buffers.items()}
+    module.world.fill_in(state, path)

@@ -20,7 +20,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_iteration,
     set_learning_rate,
 )
-from torchrec_2dsp._compat.id_maps import History
+from torchrec_2dsp._compat.id_map_base import History
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError, ConfigError, PlanError
@@ -52,7 +52,11 @@ def check_names(model: nn.Module) -> None:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state that is equal on all ranks, by table name."""
+    """Return the state that is equal on all ranks, by table name.
+
+    Collectives:
+        With id maps, their `histories`'.
+    """
     all_tables = sharded_tables(model)
     return {
         "policy_steps": {

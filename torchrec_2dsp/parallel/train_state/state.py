@@ -183,7 +183,8 @@ class TrainState:
         the others.
 
         Collectives:
-            A sync's, if a backward is pending; then two all-gathers of objects.
+            A sync's, if a backward is pending; then two all-gathers of objects, and those of id
+            maps' `histories`.
         """
         group, model = coordination_group(), self.model
         model_state.complete_model(model)
@@ -218,6 +219,7 @@ class TrainState:
             place = MEMBER if is_whole[name] else f"rank{rank}.{MEMBER}"
             if rank == 0 or not is_whole[name]:
                 own |= {f"{place}{key}": tensor for key, tensor in tensors.items()}
+        whole = model_state.whole_state(model)
         if rank == 0:
             header = {
                 "format": FORMAT,
@@ -230,7 +232,7 @@ class TrainState:
                     name: max(part.iterations[name] for part in summaries)
                     for name in summary.iterations
                 },
-                "model": model_state.whole_state(model),
+                "model": whole,
             }
             own |= to_plain(header, "")
         return own

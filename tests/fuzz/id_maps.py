@@ -79,10 +79,12 @@ class IdMaps:
 
     def distribute(self, action: int) -> None:
         """Map the batches distributed in an action, by its mode, and find their hot rows."""
+        is_training = self._actions[action].kind not in ("evaluate", "detach_eval", "reordered")
         for index, other in enumerate(self._actions):
             if other.distributed_again == action:
+                if self._maps and not is_training:
+                    self._map(index, is_training=False)
                 self._hot[index] = self._hot_rows(index)
-        is_training = self._actions[action].kind not in ("evaluate", "detach_eval", "reordered")
         for index in self._distributed[action]:
             if self._maps:
                 self._map(index, is_training=is_training)

@@ -253,6 +253,8 @@ def call_past_parts(rank: int, world_size: int, wrapper: str) -> list[str]:
     assert layers.number.item() == 0
     text = error_text(lambda: old.square().sum().backward(), UnsupportedError)
     assert text.startswith(f"'tower.0.weight' got a gradient as it was before {wrapper} sharded")
+    text = error_text(torch.optim.SGD([old]).step, UnsupportedError)
+    assert text.startswith(f"an optimizer has 'tower.0.weight' as it was before {wrapper} sharded")
 
     def fail() -> None:
         with pytest.raises(TypeError):

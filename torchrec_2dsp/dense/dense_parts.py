@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -168,9 +170,9 @@ def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Modu
 
 
 def refuse_replaced(before: Mapping[str, nn.Parameter], model: nn.Module, wrapper: str) -> None:
-    """Raise in a backward that reaches parameters from before the model was sharded.
+    """Raise in a backward or an optimizer's step with parameters from before the sharding.
 
-    A loss may have collected them then, for a penalty; their gradients would train nothing.
+    A loss may have collected them then, for a penalty, or an optimizer; it would train nothing.
     """
     own_ids = {id(param) for param in model.parameters()}
 
@@ -184,6 +186,30 @@ def refuse_replaced(before: Mapping[str, nn.Parameter], model: nn.Module, wrappe
     for name, param in before.items():
         if param.requires_grad and id(param) not in own_ids:
             param.register_post_accumulate_grad_hook(functools.partial(refuse, name))
+            _REPLACED[param] = name, wrapper
+    _watch_steps()
+
+
+_REPLACED = WeakTensorKeyDictionary()
+"""Each parameter that was replaced and is still held somewhere: its name, and by which wrapper."""
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Check all optimizers of the process before each step, from now on."""
+
+    def check(optimizer: Optimizer, *_: object) -> None:
+        # Usually nothing holds any.
+        groups = optimizer.param_groups if _REPLACED else ()
+        for param in (param for group in groups for param in group["params"]):
+            if param in _REPLACED:
+                name, wrapper = _REPLACED[param]
+                raise UnsupportedError(
+                    f"an optimizer has {name!r} as it was before {wrapper} sharded the model, and "
+                    "would train nothing; build it of the sharded model's dense_parameters()"
+                )
+
+    register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable)(check))
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:

@@ -61,6 +61,7 @@ from tests.support.parity import (
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
+from torchrec_2dsp.shard import ids_of_world
 from torchrec_2dsp.shard.parted import sharded_tables
 
 BEHIND_LFU = Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "lfu")
@@ -81,6 +82,25 @@ def test_training_equals_torchrecs_module(ranks4: RankPool, case: Case) -> None:
         assert loss_gap < TOLERANCE
         assert gap < TOLERANCE
         assert counts[0] > 20 or not case.resets or case.policy == "hash"
+
+
+def sent_ids(rank: int, world_size: int) -> list[list[list[int]]]:
+    """Return how many numbers go to each rank in a step's exchanges for the maps."""
+    case, by_step = replace(BEHIND_LFU, interval=3), []
+    parallel, start = sharded(case), ids_of_world.start_all_to_all_ragged
+    for step in range(6):
+        with patch.object(ids_of_world, "start_all_to_all_ragged", wraps=start) as noted:
+            train(case, parallel, rank, range(step, step + 1))
+        by_step.append([[part.numel() for part in call.args[0]] for call in noted.mock_calls])
+    return by_step
+
+
+def test_ids_travel_at_intervals_to_their_maps_owners(ranks4: RankPool) -> None:
+    for by_step in ranks4.run(sent_ids, timeout_s=60):
+        assert [len(exchanges) for exchanges in by_step] == [0, 0, 2, 0, 0, 2]
+        for to_owners, _ in filter(None, by_step):
+            assert min(to_owners[:2]) > 0
+            assert to_owners[2:] == [0, 0]
 
 
 def reload_dense(parallel: tdsp.ModelParallel2D) -> None:

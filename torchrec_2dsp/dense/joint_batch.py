@@ -206,7 +206,7 @@ def _gather(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
 
 
 def _is_equal_on_ranks(whole: torch.Tensor, sizes: Sequence[int]) -> bool:
-    if len({*sizes}) > 1 or not whole.numel():
+    if len(sizes) == 1 or len({*sizes}) > 1 or not whole.numel():
         return False
     by_rank = whole.detach().view(len(sizes), -1)
     return bool((by_rank == by_rank[0]).all())

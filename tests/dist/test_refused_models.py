@@ -326,6 +326,7 @@ def renamed() -> ModelSpec:
     return replace(SEQUENCES, tables=tuple(tables))
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("case", LEFT_WHOLE)
 def test_what_learns_from_ids_may_be_left_whole(ranks4: RankPool, case: str) -> None:
     is_collection = not LEFT_WHOLE[case]

@@ -18,7 +18,7 @@ POOLS = {(2, 2): "ranks2", (4, 4): "ranks4", (4, 2): "two_hosts", (8, 2): "ranks
 """The ranks by their number, and by that on a host."""
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("number", range(1, len(PINNED) + 1), ids="line{}".format)
 def test_pinned_cases_are_right(
     request: pytest.FixtureRequest, number: int, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Pipelined stages with unusual layers: in place, detached, shared weights, batch norm."""
+"""Pipelined stages with unusual layers: in place, detached, shared weights, unused, batch norm."""
 
 import copy
 from typing import Any, cast
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torchrec_2dsp as tdsp
+from tests.support.dense_training import whole
 from tests.support.parity import Gap, compare
 from tests.support.pipelining import (
     TABLES,
@@ -15,6 +16,7 @@ from tests.support.pipelining import (
     WIDTH,
     PipelineCell,
     StackOracle,
+    batch_for,
     batches_for,
     dense_sgd,
     pipelined,
@@ -117,3 +119,41 @@ def test_a_density_may_change_between_steps(ranks4: RankPool) -> None:
     for gap in ranks4.run(with_densities):
         assert gap.num_values > 0
         assert gap.worst < ROUNDING, gap
+
+
+class Spare(nn.Linear):
+    """A layer with unused parameters, and a bias that only one pipeline uses."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.unused, self.at_times = nn.Linear(3, 3), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(input)
+        return outputs + self.at_times if torch.distributed.get_rank() < 2 else outputs
+
+
+def gradients_of_spare(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the gradients in one of the first stage's layers, as lists, or `None`."""
+    cell = PipelineCell(TWO_RANKS[0] | options)
+    unsharded = stack_model(cell.cell.spec)
+    unsharded.stack.layers[1] = nn.Sequential(nn.Tanh(), Spare())
+    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        return {
+            name.rpartition(".1.1.")[2]: None if param.grad is None else whole(param.grad).tolist()
+            for name, param in params.items()
+            if ".1.1." in name
+        }
+
+
+@pytest.mark.parametrize("options", [{}, {"fully_shard": True}], ids=["copies", "shares"])
+def test_a_parameter_that_no_pipeline_uses_has_no_gradient(
+    ranks4: RankPool, options: dict[str, Any]
+) -> None:
+    first, _, second, _ = ranks4.run(gradients_of_spare, options)
+    assert first == second
+    assert first["unused.weight"] is first["unused.bias"] is None
+    # The mean over two pipelines; one has none.
+    assert any(first["at_times"])
+    assert first["at_times"] != first["bias"]

@@ -27,8 +27,6 @@ from tests.support.parity import Gap, compare
 from tests.support.pipelining import (
     FORMS,
     TABLES,
-    TWO_RANKS,
-    WIDTH,
     PipelineCell,
     StackOracle,
     batch_for,
@@ -73,6 +71,7 @@ def thaw(rank: int, world_size: int, form: str) -> Gap:
         return compare(model, oracle, loss_gap)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     "form", ["FSDP", "FSDP at once", "HSDP", "TP", "TP, FSDP", "PP 1F1B", "PP ZBVZeroBubble, FSDP"]
 )
@@ -105,6 +104,35 @@ def thaw_in_ddp(rank: int, world_size: int, form: str) -> str:
 @pytest.mark.parametrize("form", DATA_PARALLEL)
 def test_ddp_refuses_them(ranks4: RankPool, form: str) -> None:
     for text in ranks4.run(thaw_in_ddp, form):
+        assert text.startswith("'bottom.weight' was frozen when the model was sharded, so DDP")
+
+
+def train_frozen(rank: int, world_size: int, form: str) -> tuple[Gap, str]:
+    """Train only tables, with other dense weights on each rank at first; then thaw a layer."""
+    oracle, unsharded = StackOracle(CELL.cell), stack_model(CELL.cell.spec)
+    for part in (oracle.model, unsharded):
+        for name, layers in part.named_children():
+            layers.requires_grad_(name == "ebc")
+    with torch.no_grad():
+        expected = unsharded.bottom.weight.clone()
+        unsharded.bottom.weight.add_(rank)
+    wrapper = DATA_PARALLEL[form]()
+    model = shard(CELL.cell, model=unsharded, load=False, data_parallel_wrapper=wrapper)
+    assert torch.equal(unsharded.bottom.weight, expected)
+    model.load_state_dict(cast(Any, oracle.model.state_dict()))
+    step, optimizer = partial(step_of, model, rank=rank), dense_sgd(dense_of(model).values())
+    losses = [oracle.step_on(batches_for(CELL, number))[rank] for number in range(NUM_STEPS)]
+    gaps = [abs(loss - step(optimizer, CELL, number)) for number, loss in enumerate(losses)]
+    gap = compare(model, oracle, max(gaps))
+    unsharded.bottom.weight.requires_grad_(True)
+    return gap, error_text(partial(step, optimizer, CELL, 9), UnsupportedError)
+
+
+@pytest.mark.parametrize("form", DATA_PARALLEL)
+def test_tables_train_beside_layers_that_are_all_frozen(ranks4: RankPool, form: str) -> None:
+    for gap, text in ranks4.run(train_frozen, form):
+        assert gap.num_values > 0
+        assert gap.worst < ROUNDING, gap
         assert text.startswith("'bottom.weight' was frozen when the model was sharded, so DDP")
 
 
@@ -148,6 +176,7 @@ def change_later(rank: int, world_size: int, form: str, stock: bool) -> dict[str
     return texts
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("form", "stock"),
     [*((form, False) for form in LATER), *((form, True) for form in ("delayed", "FSDP"))],
@@ -313,43 +342,6 @@ def test_embeddings_that_ranks_would_train_apart_are_refused(
     (text,) = set(ranks4.run(with_embedding, form, remedy))
     assert text.startswith("'over' ")
     assert text.endswith("alone") or remedy in text
-
-
-class Spare(nn.Linear):
-    """A layer with unused parameters, and a bias that only one pipeline uses."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.unused, self.at_times = nn.Linear(3, 3), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        outputs = super().forward(input)
-        return outputs + self.at_times if torch.distributed.get_rank() < 2 else outputs
-
-
-def gradients_of_spare(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients in one of the first stage's layers, as lists, or `None`."""
-    cell, unsharded = PipelineCell(TWO_RANKS[0] | options), stack_model(CELL.cell.spec)
-    unsharded.stack.layers[1] = nn.Sequential(nn.Tanh(), Spare())
-    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
-        model(batch_for(cell, 0, 0, rank)).mean().backward()
-        return {
-            name.rpartition(".1.1.")[2]: None if param.grad is None else whole(param.grad).tolist()
-            for name, param in params.items()
-            if ".1.1." in name
-        }
-
-
-@pytest.mark.parametrize("options", [{}, {"fully_shard": True}], ids=["copies", "shares"])
-def test_a_parameter_that_no_pipeline_uses_has_no_gradient(
-    ranks4: RankPool, options: dict[str, Any]
-) -> None:
-    first, _, second, _ = ranks4.run(gradients_of_spare, options)
-    assert first == second
-    assert first["unused.weight"] is first["unused.bias"] is None
-    # The mean over two pipelines; one has none.
-    assert any(first["at_times"])
-    assert first["at_times"] != first["bias"]
 
 
 class Choice(nn.Module):

@@ -5,7 +5,7 @@ the ranks' numbers are added. A run's first steps use the parameters' order, lat
 in which gradients arrived. A resumed run must start with the latter to compute the same bits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +24,7 @@ from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper as DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardingEnv
 
 from torchrec_2dsp._compat.tensors import put_in_later, running_backward, unknown_params
 from torchrec_2dsp.errors import SyncError, TwoDError, UnsupportedError
@@ -41,6 +42,9 @@ _UNNAMED: "WeakKeyDictionary[DistributedDataParallel, list[tuple[int, list[torch
     WeakKeyDictionary()
 )
 """The buckets, with their parameters, that the first step after `start_in_order` will reduce."""
+
+_BROADCAST_BYTES = 250 * 2**20
+"""Weights that are broadcast at once, as in DDP."""
 
 _BUILTIN_HOOK = "BuiltinCommHookType."
 
@@ -222,6 +226,34 @@ def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
 
 
+class FrozenDense(DataParallelWrapper):
+    """Runs a dense part that trains nothing, which DDP refuses, with equal weights on all ranks."""
+
+    @staticmethod
+    def fits(model: DistributedModelParallel) -> bool:
+        """Return whether a model has parameters beside its tables, and trains none of them."""
+        in_tables = _names_of_tables(model)
+        dense = [param for name, param in model.named_parameters() if name not in in_tables]
+        return bool(dense) and not any(param.requires_grad for param in dense)
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Give all ranks the first one's weights; TorchRec calls it.
+
+        Collectives:
+            The broadcast with which DDP begins.
+        """
+        assert env.process_group is not None
+        model, in_tables = dmp._dmp_wrapped_module.to(device), _names_of_tables(dmp)
+        if env.process_group.size() > 1:
+            check_embeddings(model, "DDP")
+        _sync_module_states(model, env.process_group, _BROADCAST_BYTES, 0, in_tables, False)
+        _refuse_later_params(model, model, in_tables)
+
+
+def _names_of_tables(model: DistributedModelParallel) -> set[str]:
+    return set(DistributedModelParallel._sharded_parameter_names(model._dmp_wrapped_module))
+
+
 def refuse_unreduced(model: DistributedModelParallel) -> None:
     """Raise if a model's DDP, if it has one, would let ranks diverge silently."""
     ddp = data_parallel_module(model)
@@ -229,7 +261,7 @@ def refuse_unreduced(model: DistributedModelParallel) -> None:
         _WATCHED.add(ddp)
         if dist.get_world_size(ddp.process_group) > 1:
             check_embeddings(ddp.module, "DDP")
-        _refuse_later_params(ddp)
+        _refuse_later_params(ddp, ddp.module, ddp.parameters_to_ignore)
         _refuse_unseen_loss(ddp)
         _refuse_unreduced_backward(ddp)
 
@@ -273,14 +305,14 @@ def check_embeddings(model: nn.Module, wrapper: str) -> None:
             )
 
 
-def _refuse_later_params(ddp: DistributedDataParallel) -> None:
-    """Raise before a forward that trains parameters that DDP's buckets don't have."""
+def _refuse_later_params(runner: nn.Module, model: nn.Module, ignored: Container[str]) -> None:
+    """Raise before a forward that trains parameters of the model that DDP's buckets don't have."""
     frozen = [
         (name, param)
-        for name, param in ddp.module.named_parameters()
-        if not param.requires_grad and name not in ddp.parameters_to_ignore
+        for name, param in model.named_parameters()
+        if not param.requires_grad and name not in ignored
     ]
-    places = {id(place[-1]): place for place in unknown_params(ddp.module, {})}
+    places = {id(place[-1]): place for place in unknown_params(model, {})}
 
     def check(*_: object) -> None:
         if not torch.is_grad_enabled():
@@ -292,12 +324,12 @@ def _refuse_later_params(ddp: DistributedDataParallel) -> None:
                     "gradients; shard the model anew to train it, or shard it with "
                     "requires_grad=True and give it to the optimizer when it is to be trained"
                 )
-        for place in unknown_params(ddp.module, places):
+        for place in unknown_params(model, places):
             if place[-1].requires_grad:
-                raise put_in_later(place, ddp.module, "DDP doesn't add up its gradients")
+                raise put_in_later(place, model, "DDP doesn't add up its gradients")
 
     # Compiled, it would be recompiled in each step.
-    ddp.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check))
+    runner.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check))
 
 
 def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:

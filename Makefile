@@ -64,7 +64,7 @@ help:  ## show this list
 demo: $(INSTALLED)  ## train a small model on 4 local ranks; see what is gained on a slow network
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config demo --set output.folder=runs/demo
 	$(BIN)/torchrec-2dsp cluster --if-permitted --hosts 2 --ranks-per-host 2 --link 200mbit -- \
-	  -m torchrec_2dsp bench --config bench_criteo --set network.interface=eth0 --set calibration=emulated_200mbit \
+	  -m torchrec_2dsp bench --config bench_criteo --set network.interface=eth0 \
 	  --only planner --only table_wise_int8 --only parallelized --only parallelized_any \
 	  --set schedule.rounds=5 --set schedule.block_s=0.5 --set schedule.traced_steps=1 \
 	  --output runs/demo/gain.md

@@ -44,7 +44,7 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
 from torchrec_2dsp.plan.sync import SyncedRows
-from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.planner.planner2d import NOT_MEASURED, Planner2D
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.topology import (
     group_topology,
@@ -311,6 +311,13 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
     planned(needed)
     with pytest.raises(PlannerError, match="insufficient storage"):
         planned(needed - 1)
+
+
+def test_the_default_reservation_asks_for_no_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"sparse": bags(num_tables=1, rows=1_000), "dense": nn.Linear(512, 512)})
+    tdsp.Planner2D(world(4), mesh=tdsp.Mesh2D(2, 2)).plan(model, STOCK_SHARDERS)
+    assert NOT_MEASURED in caplog.messages
+    assert not any("dense_tensor_estimate" in message for message in caplog.messages)
 
 
 def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:

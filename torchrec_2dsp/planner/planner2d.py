@@ -232,7 +232,7 @@ class Planner2D(ShardingPlanner):
             mesh.check_world(topology.world_size)
         # The memory is that of every rank.
         self.topology = group_topology(topology, Mesh2D(1, topology.world_size))
-        self._storage_reservation = storage_reservation or _default_reservation()
+        self._storage_reservation = storage_reservation or _DefaultReservation()
         self._stats = stats if isinstance(stats, list) else [] if stats is None else [stats]
         self._is_measured = calibration is not None
         calibration = calibration or Calibration.of_topology(topology)
@@ -424,11 +424,21 @@ def _refuse_other_devices(constraints: Mapping[str, ParameterConstraints], devic
             )
 
 
-def _default_reservation() -> StorageReservation:
-    """Build TorchRec's default, without its warning that another one may be better."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return HeuristicalStorageReservation(percentage=0.15)
+class _DefaultReservation(HeuristicalStorageReservation):
+    """TorchRec's default, without its warnings that another one, or an estimate, may be better."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(percentage=0.15)
+
+    def reserve(self, *args: Any, **kwargs: Any) -> Topology:
+        log = logging.getLogger(HeuristicalStorageReservation.__module__)
+        was_disabled, log.disabled = log.disabled, True
+        try:
+            return super().reserve(*args, **kwargs)
+        finally:
+            log.disabled = was_disabled
 
 
 def _whole_world() -> Mesh2D:

@@ -42,8 +42,8 @@ from tests.fuzz.state import (
 from tests.support.devices import copied, rank_device
 from tests.support.managed_collisions import hour_of
 from tests.support.parity import FUSED
+from torchrec_2dsp._compat.hashed_id_map import HashedIdMap
 from torchrec_2dsp._compat.id_map_base import Message, WorldBatch
-from torchrec_2dsp._compat.id_maps import HashedIdMap
 
 _see, _message = HashedIdMap.see, HashedIdMap.message
 

@@ -13,7 +13,7 @@ import torch
 from torchrec.modules import hash_mc_evictions
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
-from torchrec_2dsp._compat import id_maps
+from torchrec_2dsp._compat import hashed_id_map
 
 _MASK = 2**64 - 1
 
@@ -48,7 +48,7 @@ def at_hour(hour: int) -> Iterator[None]:
 
 def set_clock(hour: Callable[[], int]) -> None:
     """Set this package's clock in this process."""
-    id_maps.time = SimpleNamespace(time=lambda: 3600.0 * hour())  # type: ignore[assignment]
+    hashed_id_map.time = SimpleNamespace(time=lambda: 3600.0 * hour())  # type: ignore[assignment]
 
 
 class OneThreadHashZch(HashZchManagedCollisionModule):

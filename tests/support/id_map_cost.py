@@ -1,12 +1,13 @@
 """Measure a step with id maps beside the same step without, in two exact copies.
 
     torchrec-2dsp cluster --hosts 2 --ranks-per-host 2 --link 200mbit --processor-per-rank -- \
-      -m tests.support.id_map_cost [INTERVAL]
+      -m tests.support.id_map_cost [INTERVAL] [hashed]
 
 Eight one-hot features by row exchange; the model without maps gets row ids. Both train the same
 batches alternately. There are as many ids as rows, and most ids have a row when the clock starts.
-Maps give rows every 10 batches, or every INTERVAL. Prints each model's milliseconds and the rounds'
-ratios.
+Maps give rows every 10 batches, or every INTERVAL. Hashed ones give them in each batch; an hour
+lasts as many batches, and ids unseen for eight hours are evicted. Prints each model's milliseconds
+and the rounds' ratios.
 """
 
 import statistics
@@ -19,20 +20,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.drifting_ids import Stream
+from tests.support.hash_zch import set_clock
 from tests.support.managed_collisions import FAR, Head, behind_maps, sorting_map
 from tests.support.models import BagModel, ModelSpec, TableSpec
 from tests.support.parity import Cell, group_plan, make_optimizer, make_sharder
 from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
 NUM_FEATURES, NUM_ROWS, DIM, SIZE = 8, 50_000, 64, 512
-INTERVAL = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+INTERVAL = next((int(word) for word in sys.argv[1:] if word.isdecimal()), 10)
+IS_HASHED = "hashed" in sys.argv
 ROUNDS, WARM_UP = 5, max(2, 80 // INTERVAL)
 STREAM = Stream(10_000, NUM_ROWS // 2, INTERVAL)
 SPEC = ModelSpec(tuple(TableSpec(f"t{n}", NUM_ROWS, DIM, (f"f{n}",)) for n in range(NUM_FEATURES)))
+
+
+def hashing_map(config: Any) -> HashZchManagedCollisionModule:
+    return HashZchManagedCollisionModule(
+        config.num_embeddings,
+        torch.device("cpu"),
+        total_num_buckets=1,
+        max_probe=128,
+        eviction_policy_name=HashZchEvictionPolicyName.SINGLE_TTL_EVICTION,
+        eviction_config=HashZchEvictionConfig(features=config.feature_names, single_ttl=8),
+    )
 
 
 class Bags(nn.Module):
@@ -43,7 +59,8 @@ class Bags(nn.Module):
         self.sparse: Any = BagModel(SPEC).ebc
         self.has_maps = has_maps
         if has_maps:
-            self.sparse = behind_maps(self.sparse, partial(sorting_map, interval=INTERVAL))
+            id_map = partial(sorting_map, interval=INTERVAL)
+            self.sparse = behind_maps(self.sparse, hashing_map if IS_HASHED else id_map)
         self.head = Head(SPEC)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -78,6 +95,7 @@ def main() -> None:
         optimizers = {has_maps: make_optimizer(model) for has_maps, model in models.items()}
         times: dict[bool, list[float]] = {False: [], True: []}
         steps = count()
+        set_clock(lambda: numbers[0] // INTERVAL)
         for _ in range(WARM_UP + ROUNDS):
             numbers = [next(steps) for _ in range(INTERVAL)]
             for has_maps, model in models.items():

@@ -17,8 +17,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from tests.support.hash_zch import OneThreadHashZch, at_hour
 from tests.support.managed_collisions import POLICIES, behind_maps, sorting_map
 from tests.support.planning import BATCH, EXACT, LINK, TWO, calibration, cost, only_the_link
+from torchrec_2dsp._compat.hashed_id_map import HashedIdMap
 from torchrec_2dsp._compat.id_map_base import Memory, WorldBatch
-from torchrec_2dsp._compat.id_maps import HashedIdMap, SortedIdMap, unequal_on_ranks
+from torchrec_2dsp._compat.id_maps import SortedIdMap, unequal_on_ranks
 from torchrec_2dsp.cost.calibration import KernelCost
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, IdMapWork, Workload
@@ -114,6 +115,7 @@ def test_slots_are_given_as_by_fbgemm_in_one_thread(
         assert actual.tolist() == ([] if evicted is None else evicted.tolist())
         for id_map in maps:
             assert id_map.rows_of(ids, {}).equal(rows)
+            assert id_map.fingerprint() == HashedIdMap(id_map.module).fingerprint()
             for name, value in expected.state_dict().items():
                 assert value.equal(id_map.module.state_dict()[name]), name
         num_evicted += 0 if evicted is None else evicted.numel()
@@ -122,6 +124,11 @@ def test_slots_are_given_as_by_fbgemm_in_one_thread(
         owned = maps[0].owned_rows(torch.arange(50, 200))
         assert owned.equal((ids_of_slots >= 50).nonzero().squeeze(1))
         num_without += int((ids_of_slots[rows] != ids).sum())
+    maps[0].module.load_state_dict(
+        made(HashZchManagedCollisionModule, policy, **options).state_dict()
+    )
+    maps[0].forget()
+    assert maps[0].fingerprint() == HashedIdMap(maps[0].module).fingerprint()
     assert num_without > 20
     assert (num_evicted > 20) == (policy is not None)
     assert num_sent < num_ids

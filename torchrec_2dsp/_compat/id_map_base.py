@@ -154,6 +154,10 @@ class IdMapBase:
         self.memory = Memory()
         """The map's state besides its buffers."""
 
+    def forget(self) -> None:
+        """Forget the state besides the buffers, which were replaced."""
+        self.memory = Memory()
+
     def hashed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids as the map sees them."""
         return ids

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.hashed_id_map import hour_now
 from torchrec_2dsp._compat.id_map_base import History, Memory, Message, WorldBatch
-from torchrec_2dsp._compat.id_maps import IdMap, SortedIdMap, hour_now
+from torchrec_2dsp._compat.id_maps import IdMap, SortedIdMap
 from torchrec_2dsp.comms.alarm import on_all_ranks
 from torchrec_2dsp.comms.collectives import start_all_to_all_ragged
 from torchrec_2dsp.comms.failure_detection import naming_faults

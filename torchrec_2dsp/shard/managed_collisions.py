@@ -419,7 +419,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         if self._loads_maps:
             self._waiting, self._in_flight = [], []
             for id_map in self._maps.values():
-                id_map.memory = Memory()
+                id_map.forget()
             self._note_new_rows()
 
     def histories(self) -> dict[str, History]:

@@ -69,6 +69,7 @@ HOT_CASES = [
 """With ids whose rows are on every rank while they have some."""
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("case", HOT_CASES, ids=str)
 def test_hot_ids_move_with_their_rows(ranks4: RankPool, case: Case) -> None:
     results = ranks4.run(train_beside_twin, case, timeout_s=60)

@@ -272,6 +272,7 @@ ON_THE_WAY = Case(Cell(TWO, spec=BAGS, exchange="row", owners="hash"), "lru", lo
 HOT_ON_THE_WAY = replace(ON_THE_WAY, cell=replace(ON_THE_WAY.cell, hot_rows=HOT_IDS))
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     "case",
     [

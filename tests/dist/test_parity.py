@@ -81,6 +81,7 @@ def every_triple(cells: list[Cell]) -> list[Cell]:
     ]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("sharding", BAG_TYPES)
 def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
     cells = dealt(every_triple(matrix(sharding, MESHES)))
@@ -109,6 +110,7 @@ def test_a_features_name_may_have_an_at_sign(ranks4: RankPool) -> None:
     check_cells(cells, ranks4, STEPS, must_sync=True)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise", "data_parallel"])
 def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
     cells = dealt(

@@ -28,6 +28,7 @@ from tests.support.pipelining import (
     FORMS,
     TABLES,
     PipelineCell,
+    StackModel,
     StackOracle,
     batch_for,
     batches_for,
@@ -107,12 +108,17 @@ def test_ddp_refuses_them(ranks4: RankPool, form: str) -> None:
         assert text.startswith("'bottom.weight' was frozen when the model was sharded, so DDP")
 
 
+def set_tables_only(model: StackModel) -> None:
+    """Freeze all layers but the tables."""
+    for name, layers in model.named_children():
+        layers.requires_grad_(name == "ebc")
+
+
 def train_frozen(rank: int, world_size: int, form: str) -> tuple[Gap, str]:
     """Train only tables, with other dense weights on each rank at first; then thaw a layer."""
     oracle, unsharded = StackOracle(CELL.cell), stack_model(CELL.cell.spec)
-    for part in (oracle.model, unsharded):
-        for name, layers in part.named_children():
-            layers.requires_grad_(name == "ebc")
+    set_tables_only(cast(Any, oracle.model))
+    set_tables_only(unsharded)
     with torch.no_grad():
         expected = unsharded.bottom.weight.clone()
         unsharded.bottom.weight.add_(rank)
@@ -134,6 +140,19 @@ def test_tables_train_beside_layers_that_are_all_frozen(ranks4: RankPool, form: 
         assert gap.num_values > 0
         assert gap.worst < ROUNDING, gap
         assert text.startswith("'bottom.weight' was frozen when the model was sharded, so DDP")
+
+
+def freeze_on_one_rank(rank: int, world_size: int, form: str) -> str:
+    unsharded, wrapper = stack_model(CELL.cell.spec), DATA_PARALLEL[form]()
+    if rank == 1:
+        set_tables_only(unsharded)
+    return error_of(lambda: shard(CELL.cell, model=unsharded, data_parallel_wrapper=wrapper))
+
+
+@pytest.mark.parametrize("form", ["DDP", "delayed"])
+def test_layers_that_one_rank_alone_freezes_are_refused(ranks4: RankPool, form: str) -> None:
+    (text,) = set(ranks4.run(freeze_on_one_rank, form))
+    assert text.startswith("ConfigError: whether all dense layers are frozen differs between ranks")
 
 
 def replace_layer(model: Any, bottom: Any) -> None:

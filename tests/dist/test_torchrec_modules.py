@@ -345,6 +345,7 @@ def loss_gap(case: str, way: Way) -> float:
     return gap_to_unsharded(alone, parallel, spec, lr=LR)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("case", CASES)
 def test_models_train_as_unsharded_ones(ranks4: RankPool, case: str) -> None:
     for gaps in ranks4.run(largest_loss_gaps, case, timeout_s=60):

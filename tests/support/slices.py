@@ -28,7 +28,7 @@ def seed_of_commit() -> int:
 Item = TypeVar("Item")
 NUM_HANDS = 6
 """The fewest commits until every cell of a dealt matrix has run."""
-NUM_FILE_HANDS = 12
+NUM_FILE_HANDS = 16
 """The number of commits until every test marked `dealt_file` has run."""
 NUM_SUITE_HANDS = 5
 """The fewest commits until every test marked `dealt_suite` has run."""

@@ -27,6 +27,7 @@ from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
+    FrozenDense,
     check_embeddings,
     data_parallel_module,
     data_parallel_wrapper,
@@ -319,6 +320,22 @@ class HookedDDP(DataParallelWrapper):
                 f"this {type(self).__name__} has a model already; make another one, because it "
                 "keeps that model's gradients"
             )
+
+
+def fitting_wrapper(
+    wrapper: DataParallelWrapper, model: DistributedModelParallel, group: dist.ProcessGroup
+) -> DataParallelWrapper:
+    """Return the model's wrapper, or `FrozenDense` instead of DDP if only tables are trained.
+
+    Collectives:
+        With DDP, an agreement.
+    """
+    if not isinstance(wrapper, DefaultDataParallelWrapper | HookedDDP):
+        return wrapper
+    with agreeing(group) as facts:
+        is_frozen = FrozenDense.fits(model)
+        facts["whether all dense layers are frozen"] = str(is_frozen)
+    return FrozenDense() if is_frozen else wrapper
 
 
 def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -> None:

@@ -17,19 +17,14 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_2dsp._compat.ddp import (
-    DefaultDataParallelWrapper,
-    FrozenDense,
-    let_compile,
-    refuse_unreduced,
-)
+from torchrec_2dsp._compat.ddp import let_compile, refuse_unreduced
 from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, check_whole, world_group
-from torchrec_2dsp.dense.dense_parts import HookedDDP, check_clipping
+from torchrec_2dsp.dense.dense_parts import check_clipping, fitting_wrapper
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.pipelines import PIPELINES, AnyPipeline
@@ -199,11 +194,13 @@ class ModelParallel2D(DMPCollection):
         return self._groups.mesh
 
     def init_data_parallel(self) -> None:
-        """Wrap the unsharded part, as TorchRec does, and check that DDP reduces all gradients."""
-        if isinstance(
-            self._data_parallel_wrapper, DefaultDataParallelWrapper | HookedDDP
-        ) and FrozenDense.fits(self):
-            self._data_parallel_wrapper = FrozenDense()
+        """Wrap the unsharded part, as TorchRec does, and check that DDP reduces all gradients.
+
+        Collectives:
+            `fitting_wrapper`'s, then TorchRec's.
+        """
+        wrapper = fitting_wrapper(self._data_parallel_wrapper, self, world_group())
+        self._data_parallel_wrapper = wrapper
         super().init_data_parallel()
         refuse_unreduced(self)
         let_compile(self)

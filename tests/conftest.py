@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-slice",
         metavar="K/N",
         help="of the tests marked `slow` run one slice only, of long matrices a sixth of the "
-        "cells, of long tests a sixteenth in each file, and a fifth of those that are dealt over "
+        "cells, of long tests a 24th in each file, and an eighth of those that are dealt over "
         "all files; `commit/N`: those of the commit",
     )
 

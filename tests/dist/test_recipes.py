@@ -33,6 +33,7 @@ def train_in_lightning(rank: int, world_size: int) -> list[list[float]]:
     return [trained.losses, losses]
 
 
+@pytest.mark.dealt_suite(seconds=10)
 def test_lightnings_loop_trains_as_the_pipeline_does(ranks2: RankPool) -> None:
     for in_lightning, alone in ranks2.run(train_in_lightning):
         assert in_lightning == alone
@@ -91,6 +92,7 @@ def logged_by_trackers(rank: int, world_size: int, folder: Path) -> TrainResult:
     return result
 
 
+@pytest.mark.dealt_suite(seconds=15)
 def test_trackers_have_each_steps_loss(ranks2: RankPool, tmp_path: Path) -> None:
     result, _ = ranks2.run(logged_by_trackers, tmp_path)
     for run in result.runs:

@@ -109,6 +109,7 @@ def one_is_silent_after_the_loop(rank: int, board: NoticeBoard, aborted: threadi
     one_is_silent(rank, board, aborted)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("work", [one_is_silent, one_is_silent_after_the_loop])
 def test_a_silent_rank_is_noticed_and_named(work: Callable[..., None]) -> None:
     first, _, third = answers_of(work)

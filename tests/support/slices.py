@@ -28,9 +28,9 @@ def seed_of_commit() -> int:
 Item = TypeVar("Item")
 NUM_HANDS = 6
 """The fewest commits until every cell of a dealt matrix has run."""
-NUM_FILE_HANDS = 16
+NUM_FILE_HANDS = 24
 """The number of commits until every test marked `dealt_file` has run."""
-NUM_SUITE_HANDS = 5
+NUM_SUITE_HANDS = 8
 """The fewest commits until every test marked `dealt_suite` has run."""
 USUAL_SECONDS = 10
 """The time of a test marked `dealt_suite` whose mark doesn't say ``seconds=``."""

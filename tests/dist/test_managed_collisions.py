@@ -297,20 +297,20 @@ def drop_a_batch(
     """Drop a pipeline that holds a batch, train on from a checkpoint; then make maps differ."""
     twin, parallel = Twin(case), sharded(case)
     optimizer = make_optimizer(parallel)
-    batches = [batch_of(case, step, rank) for step in range(6)]
-    stream = iter(batches)
+    stream = iter([batch_of(case, step, rank) for step in range(6)])
     pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
-    state, gap = tdsp.TrainState(parallel, optimizer), 0.0
+    state = tdsp.TrainState(parallel, optimizer)
     for step in range(3):
         if step == 2:
             tdsp.save_checkpoint(folder, parallel, optimizer, train_state=state)
         pipeline.progress(stream)
         twin.step(step)
+    gap = state_gap(parallel, twin) if reads_state else 0.0
     pipeline.detach()
     del pipeline
     if reads_state:
         twin.see(3)
-        gap = state_gap(parallel, twin)
+        gap = max(gap, state_gap(parallel, twin))
     twin = Twin(case)
     tdsp.load_checkpoint(folder, parallel, optimizer, train_state=state)
     train(replace(case, loop="plain"), parallel, rank, range(2, 6))
@@ -324,7 +324,7 @@ def drop_a_batch(
         rows[:2] = rows[:2].flip(0)
     loading: Any = parallel.module if reads_state else parallel
     loading.load_state_dict(weights)
-    return gap, error_of(lambda: parallel(batches[0]))
+    return gap, error_of(lambda: parallel(batch_of(case, 0, rank)))
 
 
 @pytest.mark.parametrize(

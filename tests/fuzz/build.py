@@ -48,8 +48,8 @@ from torchrec_2dsp._compat.id_map_base import Message, WorldBatch
 _see, _message = HashedIdMap.see, HashedIdMap.message
 
 
-def _see_by_batches(self: HashedIdMap, batch: WorldBatch) -> torch.Tensor:
-    return _see(self, batch._replace(hour=hour_of(self.batches_seen)))
+def _see_by_batches(self: HashedIdMap, batch: WorldBatch, **options: bool) -> torch.Tensor:
+    return _see(self, batch._replace(hour=hour_of(self.batches_seen)), **options)
 
 
 def _message_by_batches(self: HashedIdMap, own: Sequence[torch.Tensor], hour: int) -> Message:

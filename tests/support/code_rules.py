@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 268
-MAX_LINES = {"the library": 43_377, "the programs": 22_573, "tests": 61_305}
+MAX_LINES = {"the library": 43_413, "the programs": 22_573, "tests": 61_338}
 """Slightly above the current sizes: a feature pays for its lines by the code that it replaces."""
 
 

@@ -18,7 +18,7 @@ from tests.support.hash_zch import OneThreadHashZch, at_hour
 from tests.support.managed_collisions import POLICIES, behind_maps, sorting_map
 from tests.support.planning import BATCH, EXACT, LINK, TWO, calibration, cost, only_the_link
 from torchrec_2dsp._compat.hashed_id_map import HashedIdMap
-from torchrec_2dsp._compat.id_map_base import Memory, WorldBatch
+from torchrec_2dsp._compat.id_map_base import Memory, Overwritten, WorldBatch
 from torchrec_2dsp._compat.id_maps import SortedIdMap, unequal_on_ranks
 from torchrec_2dsp.cost.calibration import KernelCost
 from torchrec_2dsp.cost.model import CostSetting
@@ -66,7 +66,7 @@ def seen(maps: list[Any], own: list[list[torch.Tensor]], hour: int = 0) -> tuple
     for rank, (id_map, ids) in enumerate(pairs):
         reads = rank == OWNER or not has_owner
         batch = WorldBatch(ids, messages if reads else [], counts, rank, reads, hour)
-        evicted.append(id_map.see(batch))
+        evicted.append(id_map.see(batch, keeps_before=True))
     taken = evicted[OWNER]
     for rank, id_map in enumerate(maps):
         assert (evicted[rank] is None) == (taken is None)
@@ -89,6 +89,28 @@ def of_world(own: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.cat(feature) for feature in zip(*own, strict=True)]
 
 
+class Past:
+    """A map's states before its last batches, to compare with what the map remembers of them."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[Memory, dict[str, torch.Tensor]]] = []
+        self.overwritten: list[Overwritten] = []
+
+    def note(self, id_map: Any) -> None:
+        """Note the state before a batch."""
+        buffers = {name: of.clone() for name, of in id_map.module.state_dict().items()}
+        self.states = [*self.states[-2:], (id_map.memory, buffers)]
+
+    def assert_restored(self, id_map: Any) -> None:
+        """Compare all of these states after a batch."""
+        self.overwritten = [*self.overwritten[-2:], id_map.overwritten]
+        for place, (memory, expected) in enumerate(self.states):
+            before = id_map.state_before(self.overwritten[place:])
+            actual = id_map.module.state_dict() | before.buffers
+            assert before.memory is memory
+            assert all(actual[name].equal(value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize(("policy", "options"), CASES, ids=str)
 def test_slots_are_given_as_by_fbgemm_in_one_thread(
     policy: str | None, options: dict[str, Any]
@@ -99,7 +121,7 @@ def test_slots_are_given_as_by_fbgemm_in_one_thread(
         for _ in range(NUM_RANKS)
     ]
     rng, num_evicted, num_without, hour = np.random.default_rng(3), 0, 0, 1_000
-    num_sent = num_ids = 0
+    num_sent, num_ids, past = 0, 0, Past()
     for _ in range(60):
         hour += int(rng.integers(0, 3))
         own = drawn(rng, 2, 99)
@@ -110,7 +132,12 @@ def test_slots_are_given_as_by_fbgemm_in_one_thread(
             batch = {"t": JaggedTensor(ids, lengths=torch.ones_like(ids), weights=sizes)}
             rows = expected.remap(batch)["t"].values()
         evicted = expected.evict()
+        past.note(maps[0])
         actual, sent = seen(maps, own, hour)
+        past.assert_restored(maps[0])
+        changed = past.overwritten[-1].rows
+        assert changed is not None
+        assert set(changed.tolist()) <= set(rows.tolist())
         num_sent, num_ids = num_sent + sent, num_ids + len(ids)
         assert actual.tolist() == ([] if evicted is None else evicted.tolist())
         for id_map in maps:
@@ -143,7 +170,7 @@ def test_an_owner_gives_rows_to_ids_that_ranks_remember_as_torchrec_does(
     rng = np.random.default_rng(interval)
     expected = sorting_map(CONFIG, policy, interval)
     maps = [SortedIdMap(sorting_map(CONFIG, policy, interval)) for _ in range(NUM_RANKS)]
-    num_evicted = num_sent = num_ids = num_forgotten = 0
+    num_evicted, num_sent, num_ids, num_forgotten, past = 0, 0, 0, 0, Past()
     for step in range(60):
         own = drawn(rng, 2, 16)
         own = [[ids + step // 2 for ids in features] for features in own]
@@ -154,7 +181,9 @@ def test_an_owner_gives_rows_to_ids_that_ranks_remember_as_torchrec_does(
         num_forgotten += step > 0 and len(ids) > free
         expected.profile({"t": JaggedTensor(ids, lengths=torch.ones_like(ids))})
         evicted = expected.evict()
+        past.note(maps[OWNER])
         actual, sent = seen(maps, own)
+        past.assert_restored(maps[OWNER])
         num_sent, num_ids = num_sent + sent, num_ids + len(ids)
         num_evicted += 0 if evicted is None else evicted.numel()
         assert (actual is None) == (evicted is None) == bool((step + 1) % interval)
@@ -172,6 +201,7 @@ def test_an_owner_gives_rows_to_ids_that_ranks_remember_as_torchrec_does(
             maps = [maps[OWNER].copied_to(CPU) for _ in maps]
             for id_map in maps:
                 id_map.memory = Memory.of(history, CPU)
+            past = Past()
     assert num_evicted > 10
     assert num_forgotten > 5
     assert interval == 1 or num_sent < 0.9 * num_ids
@@ -243,5 +273,8 @@ def test_a_workload_knows_what_goes_through_maps() -> None:
     constraints = {"mapped": ParameterConstraints(pooling_factors=[5.0])}
     workload = Workload.of_model(module, batch_size=BATCH, constraints=constraints)
     assert workload.id_maps == IdMapWork(ids_per_sample=5.0, num_rows=60 / 4)
+    hashed = behind_maps(mapped, lambda _: HashZchManagedCollisionModule(60, CPU, 2))
+    workload = Workload.of_model(hashed, batch_size=BATCH, constraints=constraints)
+    assert workload.id_maps == IdMapWork(ids_per_sample=5.0, num_rows=0.0)
     setting = CostSetting(calibration(), workload, TWO, EXACT, 2)
     assert setting.of_world().workload.id_maps == IdMapWork()

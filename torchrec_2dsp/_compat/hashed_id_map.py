@@ -15,9 +15,17 @@ import torch
 from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName as Policy
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule, TrainInputMapper
 
-from torchrec_2dsp._compat.id_map_base import IdMapBase, Memory, Message, Tally, WorldBatch
+from torchrec_2dsp._compat.id_map_base import (
+    IdMapBase,
+    Memory,
+    Message,
+    Overwritten,
+    Tally,
+    WorldBatch,
+)
 
 _IDS = HashZchManagedCollisionModule.IDENTITY_BUFFER
+_ENDS = HashZchManagedCollisionModule.METADATA_BUFFER
 _FREE = -1
 """The number in a slot without an id, as TorchRec writes it."""
 _FOREVER = 2**30
@@ -102,9 +110,12 @@ class HashedIdMap(IdMapBase):
             unsettled.append(ids[~is_settled])
         return Message(Tally.of(own[0][:0]), unsettled)
 
-    def see(self, batch: WorldBatch) -> torch.Tensor:
-        """Give slots to new ids in turn: free ones, and those of ids unseen for too long."""
-        self.memory = Memory(self.batches_seen + 1)
+    def see(self, batch: WorldBatch, *, keeps_before: bool = False) -> torch.Tensor:
+        """Give slots to new ids in turn: free ones, and those of ids unseen for too long.
+
+        It keeps the few slots that it overwrites in any case.
+        """
+        memory, self.memory = self.memory, Memory(self.batches_seen + 1)
         hour, of_features = batch.hour, batch.ids
         all_ids = torch.cat(of_features)
         ids, firsts, places = np.unique(
@@ -134,6 +145,9 @@ class HashedIdMap(IdMapBase):
         held, held_until = self._slots(rows)
         # Computing a whole map's fingerprint would take longer than the batch.
         others = self.fingerprint() - _print_of(given, held, held_until)
+        buffers = self.module.state_dict()
+        slots = {name: buffers[name][rows] for name in (_IDS, _ENDS) if name in buffers}
+        self.overwritten = Overwritten(memory, slots, rows)
         self._write(rows, ids, np.where(is_kept, np.maximum(ends, held_until), ends))
         self._print = (others + _print_of(given, *self._slots(rows))) % 2**64
         return all_ids.new_tensor(np.sort(given[(held != ids) & (held != _FREE)]))

@@ -145,6 +145,15 @@ class Memory:
         return History(self.batch, self.last_eviction, self.size, ids, {LAST_BATCH: last})
 
 
+class Overwritten(NamedTuple):
+    """The state of an id map before a batch, as far as the batch may change it."""
+
+    memory: Memory
+    buffers: Mapping[str, torch.Tensor]
+    rows: torch.Tensor | None = None
+    """The rows that the buffers hold; `None` if they are whole."""
+
+
 class IdMapBase:
     """A TorchRec module, with the operations by which ranks keep its copies equal."""
 
@@ -153,10 +162,12 @@ class IdMapBase:
         """The TorchRec module."""
         self.memory = Memory()
         """The map's state besides its buffers."""
+        self.overwritten: Overwritten | None = None
+        """The state before the last batch."""
 
     def forget(self) -> None:
         """Forget the state besides the buffers, which were replaced."""
-        self.memory = Memory()
+        self.memory, self.overwritten = Memory(), None
 
     def hashed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids as the map sees them."""
@@ -168,12 +179,20 @@ class IdMapBase:
 
     @property
     def rows_per_batch(self) -> float:
-        """The mean number of rows that a batch goes through: ranks compare all of them."""
-        return self.module.output_size()
+        """The mean number of rows that a batch goes through besides those of its ids."""
+        return 0.0
 
-    def changing(self) -> Sequence[str]:
-        """Return the buffers that the next batch may change."""
-        return list(self.module.state_dict())
+    def state_before(self, batches: Sequence[Overwritten]) -> Overwritten:
+        """Return the state before the last batches; ``batches`` has what each has overwritten."""
+        now, buffers = self.module.state_dict(), {}
+        for batch in reversed(batches):
+            if batch.rows is None:
+                buffers |= batch.buffers
+                continue
+            for name, values in batch.buffers.items():
+                buffer = buffers[name] if name in buffers else now[name].clone()
+                buffers[name] = buffer.index_copy_(0, batch.rows, values)
+        return Overwritten(batches[0].memory, buffers)
 
     def described(self: Any) -> str:
         """Return a text of everything that must be equal on all ranks."""

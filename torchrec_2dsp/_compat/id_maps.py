@@ -28,6 +28,7 @@ from torchrec_2dsp._compat.id_map_base import (
     IdMapBase,
     Memory,
     Message,
+    Overwritten,
     Tally,
     WorldBatch,
 )
@@ -87,13 +88,14 @@ class SortedIdMap(IdMapBase):
         none = own[0][:0]
         return Message(Tally(none, none, none), [none] * len(own))
 
-    def see(self, batch: WorldBatch) -> torch.Tensor | None:
+    def see(self, batch: WorldBatch, *, keeps_before: bool = False) -> torch.Tensor | None:
         """Remember the batch; if it ends an interval, return the rows that the owner reassigns.
 
         Other ranks return no rows until they `follow`; all return `None` within an interval.
         """
         module, memory = self.module, self.memory
         number, is_due = self._next_batch
+        self.overwritten = self._overwritten_by_next() if keeps_before else None
         module._current_iter = number
         cast(Any, module._current_iter_tensor).data += 1
         num_ids, size = sum(map(sum, batch.counts)), memory.size
@@ -122,6 +124,12 @@ class SortedIdMap(IdMapBase):
             own=(*memory.own, (number, torch.cat(remembered))),
         )
         return None
+
+    def _overwritten_by_next(self) -> Overwritten:
+        """Copy all buffers if the next batch ends an interval, else the batch counter."""
+        buffers = self.module.state_dict()
+        names = buffers if self._next_batch[1] else ["_current_iter_tensor"]
+        return Overwritten(self.memory, {name: buffers[name].clone() for name in names})
 
     def _give_rows(self, tally: Tally) -> None:
         """Give rows to ids, as TorchRec's `_coalesce_history` does."""
@@ -193,10 +201,6 @@ class SortedIdMap(IdMapBase):
     def batches_seen(self) -> int:
         """The number of batches, which is part of the saved state."""
         return int(cast(Any, self.module._current_iter_tensor))
-
-    def changing(self) -> Sequence[str]:
-        """Return all buffers if an interval ends, else the batch counter."""
-        return super().changing() if self._next_batch[1] else ["_current_iter_tensor"]
 
     def fingerprint(self) -> int:
         """Return a number that depends on each id's row."""

@@ -13,11 +13,10 @@ Rows that a map evicts are reset in all copies, see `EvictedRows`.
 
 import gc
 import weakref
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any, NamedTuple, cast
+from itertools import dropwhile, takewhile
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from torchrec_2dsp._compat.id_map_base import History, Memory, WorldBatch
+from torchrec_2dsp._compat.id_map_base import History, Memory, Overwritten, WorldBatch
 from torchrec_2dsp._compat.id_maps import IdMap, id_map_of
 from torchrec_2dsp._compat.shardings import distributed_again
 from torchrec_2dsp._compat.tensors import is_checkpointed
@@ -51,20 +50,6 @@ from torchrec_2dsp.shard.stages import BatchNotes, Eviction, ids_per_feature
 _LABEL = "## map ids ##"
 
 
-class _MapState(NamedTuple):
-    """The parts of an id map that a batch may change."""
-
-    buffers: Mapping[str, torch.Tensor]
-    memory: Memory
-
-    @classmethod
-    def of(cls, id_map: IdMap) -> "_MapState":
-        """Copy a map's state before the map sees a batch."""
-        buffers = id_map.module.state_dict()
-        changing = {name: buffers[name].clone() for name in id_map.changing()}
-        return cls(changing, id_map.memory)
-
-
 @dataclass(eq=False)
 class MappedBatch:
     """A batch with mapped ids."""
@@ -79,8 +64,10 @@ class MappedBatch:
     """A copy of the batch's contents if it's a pipeline's, because the batch may come again."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
-    before: "Mapping[str, _MapState]" = field(default_factory=dict)
-    """The maps' earlier state, if a pipeline will look the batch up."""
+    before: Mapping[str, Overwritten] = field(default_factory=dict)
+    """The maps' earlier state, as far as the batch has changed it."""
+    is_awaited: bool = False
+    """True if the maps have seen the batch, and a pipeline will look it up."""
     is_over: bool = False
     """True if its pipeline is gone or has dropped it, so that it is mapped again if it returns."""
 
@@ -155,6 +142,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """Batches that the maps have seen, and whose evicted rows haven't been reset yet."""
         self._in_flight: list[MappedBatch] = []
         """Batches that a pipeline has distributed but not looked up yet; the same on all ranks."""
+        self._before_waiting: tuple[list[MappedBatch], Mapping[str, Overwritten]] = [], {}
+        """Waiting batches, and the maps before them; restored once for a whole evaluation."""
         self._attached, self._has_gone_on = self._forward_now(), False
         """The attached forward, and whether no earlier batch can come to it again."""
         self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
@@ -245,10 +234,13 @@ class ShardedManagedCollisions2D(TablesAndMore):
         # An evaluation before another pipeline's batches sees the maps to which the
         # tables' rows belong.
         maps = {} if is_training else self.maps_before_waiting(elsewhere=not ctx.is_at_once)
+        if is_training:
+            self._before_waiting = [], {}
         if gathered.batches:
-            if not ctx.is_at_once:
-                mapped.before = {name: _MapState.of(id_map) for name, id_map in self._maps.items()}
+            mapped.is_awaited = not ctx.is_at_once
             mapped.eviction = self._profile(gathered.batches, is_at_once=ctx.is_at_once)
+            changes = {table: id_map.overwritten for table, id_map in self._maps.items()}
+            mapped.before = {table: change for table, change in changes.items() if change}
             self._waiting.append(mapped)
         if is_right:
             mapped.features = self._with_rows(features, own, places, maps)
@@ -274,7 +266,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             is_attached = batch.forward is self._attached
             has_passed = batch.is_in_flight if is_attached else self._has_gone_on
             # The maps have seen it, or its own pipeline distributes it again.
-            is_known = bool(batch.before) or is_attached_again
+            is_known = batch.is_awaited or is_attached_again
             may_be = is_known and not (has_passed or batch.is_over)
             is_equal = may_be and contents is not None and contents.equals(batch.contents)
             marks.append((is_equal, not batch.is_in_flight))
@@ -312,7 +304,10 @@ class ShardedManagedCollisions2D(TablesAndMore):
 
     def _profile(self, batches: Mapping[str, WorldBatch], *, is_at_once: bool) -> Eviction:
         """Let the maps see all ranks' batches; return the rows that they have evicted."""
-        seen = {table: self._maps[table].see(batch) for table, batch in batches.items()}
+        seen = {
+            table: self._maps[table].see(batch, keeps_before=not is_at_once)
+            for table, batch in batches.items()
+        }
         evicted = self.world.settled({t: rows for t, rows in seen.items() if rows is not None})
         in_step = is_at_once and any(part.tables.in_step.is_in_step for part in self._parts)
         if evicted or (self._hot_rows_lag and not in_step):
@@ -326,7 +321,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         features: KeyedJaggedTensor,
         ids: Mapping[str, torch.Tensor],
         places: Mapping[str, slice],
-        maps: Mapping[str, _MapState],
+        maps: Mapping[str, Overwritten],
     ) -> KeyedJaggedTensor:
         """Return the batch with row ids, in the same form."""
         values = features.values().clone()
@@ -352,12 +347,12 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """Return the batches up to this one that weren't looked up; some may never be."""
         if mapped in self._waiting:
             return self._waiting[: self._waiting.index(mapped) + 1]
-        return list(takewhile(lambda batch: not batch.before, self._waiting))
+        return list(takewhile(lambda batch: not batch.is_awaited, self._waiting))
 
     def _forget(self) -> None:
         """Forget the maps before the oldest waiting batches that won't be looked up."""
-        for batch in takewhile(lambda batch: batch.is_over or not batch.before, self._waiting):
-            batch.before = {}
+        for batch in takewhile(lambda batch: batch.is_over or not batch.is_awaited, self._waiting):
+            batch.before, batch.is_awaited = {}, False
 
     def _reset_dropped(self) -> None:
         """Reset rows evicted by dropped batches, because state dicts show the maps after these."""
@@ -441,26 +436,30 @@ class ShardedManagedCollisions2D(TablesAndMore):
             id_map = self._maps[table]
             id_map.memory = Memory.of(histories[table], id_map.module.device)
 
-    def maps_before_waiting(self, *, elsewhere: bool = False) -> Mapping[str, _MapState]:
+    def maps_before_waiting(self, *, elsewhere: bool = False) -> Mapping[str, Overwritten]:
         """Return the maps before the oldest batch that a pipeline still has to look up.
 
         With ``elsewhere``, only pipelines other than the attached one count.
         """
         now = self._forward_now()
-        waiting = [
-            batch.before
-            for batch in self._waiting
-            if batch.before and not (elsewhere and batch.forward is now)
-        ]
-        oldest = waiting[0] if waiting else {}
-        # Later batches have copied what older ones didn't change.
-        return {
-            table: _MapState(
-                dict(ChainMap(*(cast(Any, before[table].buffers) for before in waiting))),
-                state.memory,
+        waiting = list(
+            dropwhile(
+                lambda batch: not batch.is_awaited or (elsewhere and batch.forward is now),
+                self._waiting,
             )
-            for table, state in oldest.items()
-        }
+        )
+        if waiting != self._before_waiting[0]:
+            changes = [batch.before for batch in waiting]
+            self._before_waiting = (
+                waiting,
+                {
+                    table: self._maps[table].state_before(
+                        [of[table] for of in changes if table in of]
+                    )
+                    for table in (self._maps if waiting else ())
+                },
+            )
+        return self._before_waiting[1]
 
 
 def managed_collisions(model: nn.Module) -> list[ShardedManagedCollisions2D]:
